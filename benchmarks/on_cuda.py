@@ -31,7 +31,7 @@ from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
 
 VOCAB, SIZE_OF_HEAD = 151_936, 128

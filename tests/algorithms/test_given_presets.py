@@ -22,7 +22,7 @@ from tidemill.models.tokenizer import character_tokenizer
 from tidemill.models.value_model import ValueModel
 from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 TOKENIZER = character_tokenizer("abcdefgh=\n")
 PRESETS_OF_GIVEN = [name for name, values in PRESETS.items() if "given" in values]

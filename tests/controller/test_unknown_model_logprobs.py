@@ -17,7 +17,7 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import hf_views
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 TOKENIZER = character_tokenizer("ab\n")
 LOGPROB = -0.7

@@ -20,7 +20,7 @@ from tidemill.models.fingerprint import fingerprint
 from tidemill.models.hf_weights import load_folder, serving_slices
 from tidemill.models.weight_slices import Slice
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 from tidemill.weight_sync.shared_memory_transport import SharedMemorySender
 from tidemill.weight_sync.sync_settings import SyncSettings
 from tidemill.weight_sync.transport import make_sender

@@ -34,8 +34,7 @@ from tidemill.run.roles import build_role, start_engine, start_role
 from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime.inline import Inline
 from tidemill.runtime.placement import Placement
-from tidemill.trainer.trainer_kinds import TRAINERS, TrainerSpec
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TRAINERS, TrainerSettings, TrainerSpec
 from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings, SyncSettings
 from tidemill.weight_sync.transport import Transport, checkpoint
 

@@ -34,8 +34,7 @@ from tidemill.runtime import cpu_sharing
 from tidemill.runtime.cpu_sharing import CoreShare, SharedCores, core_board
 from tidemill.trainer import parallel_micro_batches as lanes_of_trainer
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_kinds import TrainerSpec
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings, TrainerSpec
 from tidemill.weight_sync.sync_settings import SyncSettings
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memory that processes share by name")

@@ -17,7 +17,7 @@ from tidemill.models.value_model import ValueModel
 from tidemill.trainer import training_pass
 from tidemill.trainer.companions import Critic
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 SETTINGS = TrainerSettings(lr=1e-2)
 VALUE = LossSpec("value", {"clip": 0.2}, weight=0.5)

@@ -39,7 +39,7 @@ from tidemill.core.types import (
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 LETTERS = "abcdefghijklmnop\n"
 TOKENIZER = character_tokenizer(LETTERS)

@@ -23,7 +23,7 @@ from tidemill.models.hf_weights import hf_views, load_folder, serving_slices
 from tidemill.observability.timeline import HANDOVER, IDLE
 from tidemill.trainer import trainer_checkpoint
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 SETTINGS = TrainerSettings(lr=0.01, warmup_steps=2, schedule="cosine", weight_decay=0.1, micro_batch_tokens=60, device="cpu")
 

@@ -6,7 +6,7 @@ from trainer_cases import decoder
 
 from tidemill.core.errors import TrainingDiverged
 from tidemill.trainer.optimizer import Optimizer, lr_factor
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 
 def test_schedule_by_hand():

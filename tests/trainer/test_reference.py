@@ -13,7 +13,7 @@ from tidemill.core.errors import CheckpointError
 from tidemill.models.decoder import Decoder
 from tidemill.trainer.companions import Reference
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 SETTINGS = TrainerSettings(lr=1e-2)
 

@@ -14,7 +14,7 @@ from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.controller.train_step import Begun, train_on
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 SETTINGS = {
     "grpo": {},

@@ -12,7 +12,7 @@ from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 
 async def sampled(params: dict[str, float], count: int = 6) -> list[Sample]:

@@ -5,7 +5,7 @@ import pytest
 
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,6 @@ def test_what_cannot_be_meant_is_refused(tree, message):
 
 def test_few_options_and_no_torch():
     assert len(TrainerSettings.model_fields) <= 14
-    code = "import sys, tidemill.trainer.trainer_settings; print('torch' in sys.modules)"
+    code = "import sys, tidemill.trainer.trainer_kinds; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"

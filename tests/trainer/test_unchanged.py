@@ -11,7 +11,7 @@ from trainer_cases import LOSSES, batch, decoder
 from tidemill.core.types import LossSpec, Version
 from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 BASE = TrainerSettings(lr=0.01, device="cpu")
 

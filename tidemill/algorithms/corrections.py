@@ -1,10 +1,8 @@
 """Corrections for sampling from another policy: factors on each token's advantage.
 
 k = p_hat / mu is constant during a step: p_hat is the trainer's policy at its start, mu the engine's when the token was
-sampled. A correction is a function of k alone (and of signs and ages), so it is computed once for the whole step and
-multiplied into the advantages. This is exact for every policy loss: see `losses`. KL and entropy terms are not
-corrected.
-
+sampled. A correction is a function of k alone (and of signs and ages), so it is computed once a step and multiplied into the
+advantages, which is exact for every policy loss (see `losses`). KL and entropy terms are not corrected.
 A dropped token has a factor of 0. It still counts in every denominator, so the other tokens do not become heavier.
 """
 

@@ -1,7 +1,5 @@
 """One step over several environments, each with its own algorithm.
 
-    groups -> by algorithm -> each prepares its groups alone -> one loss for each, one scale for the step
-
 An algorithm contributes the gradient that it would compute from its groups alone, times its share of the step's groups:
 
     gradient = sum over algorithms a of groups_a / groups * scale_a * sum over a's samples i of weight_i * sum_t grad term_it

@@ -1,6 +1,8 @@
-"""Rows for the trainer, and conversion between per-row arrays and flat arrays of tokens.
+"""Rows for the trainer, and conversion between arrays by row and flat arrays.
 
-a trajectory -> row_of -> its row;  [T] of each row -> flat -> [M], of the trained tokens -> by_row -> [T] of each row
+    a trajectory -> row_of -> its row;  [T] of each row -> flat -> [M], of the trained tokens -> by_row -> [T] of each row
+
+The meaning of the numbers plays no role here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Checks that every setting of an algorithm has an effect on the chosen functions.
-
-A setting that would be ignored is an error: each function raises ValueError with one sentence.
-"""
+"""Checks that the chosen functions ignore no setting of an algorithm."""
 
 from __future__ import annotations
 

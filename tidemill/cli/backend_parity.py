@@ -32,7 +32,7 @@ from tidemill.models.hf_weights import hf_views, load_folder, save_folder
 from tidemill.models.tokenizer import load_tokenizer
 from tidemill.observability.diagnosis.comparison import EXACT, SAME, LogprobComparison
 from tidemill.observability.diagnosis.mismatch import Limit
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 TEMPERATURES = (1.0, 0.7)  # alternate between rows
 TEXT = (

@@ -34,7 +34,7 @@ from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.checkpoint_manifest import read_manifest
 from tidemill.run.storage.run_folder import RunFolder
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 ROWS = 64  # trajectories of each version
 DIAGNOSED = 4  # differing trajectories to explain, each in every way that could

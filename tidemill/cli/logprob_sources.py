@@ -11,7 +11,7 @@ from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 
 def sample_of(tokens: Array, mask: Array, temperature: float = 1.0, support: Support | None = None) -> Sample:

@@ -5,8 +5,7 @@
 The compiled kernel `cpu.packed_sequences` reads keys and values where they are packed. Without it, PyTorch's attention
 is used: tokens that sequences share are copied to each of them, and sequences of similar length share a bucket, padded
 to its longest. 128 sequences of 30 to 90 tokens then take two thirds of the time of one padded batch. Rows are padded on
-the right, so causality alone keeps padding out of every real position. The rest of the decoder works on the packed row:
-padding exists only here.
+the right, so causality alone keeps padding out of every real position.
 """
 
 from __future__ import annotations

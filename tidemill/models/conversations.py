@@ -1,15 +1,10 @@
 """Conversion of conversations to tokens, and the mask of tokens that are learnt.
 
-There are two rules, by whether a policy sampled anything:
-
 * **Nothing was sampled** (rows that are learnt, compared or scored, and the prompt of a first turn): the tokens are
-  those of `tokenizer.apply_chat_template(messages, tokenize=True)` on the whole conversation. No part is encoded by
-  itself. The tokens that are learnt are found in the text: see `reply_spans`. A row ends with the last token that is
-  learnt; what the template puts after the last end of turn, mostly a line break, is left out. If a template ends turns
-  without a token of its own, the tokenizer's end token follows the last reply and is learnt: otherwise a model would not
-  learn to stop.
-* **Something was sampled**: those ids stay, whatever their text would be encoded as, and what comes after them is
-  appended: see `turn_renderers`. The text of the whole is still what the template renders.
+  those of `tokenizer.apply_chat_template(messages, tokenize=True)` on the whole conversation, and `reply_spans` finds
+  those that are learnt. A row ends with the last of them. If a template ends turns without a token of its own, the
+  tokenizer's end token follows the last reply and is learnt: otherwise a model would not learn to stop.
+* **Something was sampled**: those ids stay, and what comes after them is appended: see `turn_renderers`.
 
 Without a template, a message is its text and a line break; a reply follows and ends with the tokenizer's end token.
 """

@@ -3,8 +3,7 @@
 It computes on a flat row of tokens, with no batch dimension and no padding, and does not know how attention finds its
 keys: the caller passes `attend(layer, q, k, v)`. The trainer attends inside packed sequences (`models.attention`), the
 engine to its paged cache. All other code is the same on both sides, so that their logprobs agree. On CPUs,
-`kernels/cpu/decoding.c` may compute a step in which every row decodes, one thread per part of the rows, to the same
-bits.
+`kernels/cpu/decoding.c` may compute a step in which every row decodes, to the same bits.
 
 Projections that read the same input are one matrix (q|k|v and gate|up); `models.hf_weights` maps them to Hugging Face
 names. Shapes: N tokens, D hidden, H query heads, K key/value heads, E head size, V vocabulary.

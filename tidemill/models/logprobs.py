@@ -52,14 +52,11 @@ def token_logprobs(
     float64 for float64 weights. Raises ValueError for a temperature that is not positive: greedy tokens have no logprob
     to train on.
     """
-    if isinstance(temperature, Tensor):
-        scale = temperature.detach()
-    else:
-        if not temperature > 0:
-            raise ValueError(
-                f"temperature={temperature!r}: expected a value > 0, greedy sampling has no distribution to train on"
-            )
-        scale = torch.tensor(temperature, dtype=torch.float64)
+    if not isinstance(temperature, Tensor) and not temperature > 0:
+        raise ValueError(
+            f"temperature={temperature!r}: expected a value > 0, greedy sampling has no distribution to train on"
+        )
+    scale = torch.as_tensor(temperature, dtype=None if isinstance(temperature, Tensor) else torch.float64).detach()
     weight = decoder.head_weight
     wide = torch.promote_types(weight.dtype, torch.float32)
     rows, vocab = hidden.shape[0], weight.shape[0]
@@ -172,10 +169,7 @@ class _Chunked(torch.autograd.Function):
 def _summarised(
     logits: Tensor, left_out: Tensor | None, temperature: Tensor, targets: Tensor, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log sum exp, targets' logprobs, entropies if wanted), each [n], of logits [n, V].
-
-    The logits are overwritten.
-    """
+    """(log sum exp, targets' logprobs, entropies or None), each [n]; overwrites logits."""
     if left_out is not None:
         logits.masked_fill_(left_out, -torch.inf)
     if (kernels := _kernels(logits)) is not None:
@@ -202,7 +196,7 @@ def _differentiated(
     d_entropies: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of the loss by the logits [n, V], in `dtype`. The logits are overwritten."""
+    """Gradient of the loss by the logits [n, V], which it overwrites, in `dtype`."""
     if (kernels := _kernels(logits)) is not None:
         if left_out is not None:
             logits.masked_fill_(left_out, -torch.inf)

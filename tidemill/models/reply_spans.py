@@ -7,7 +7,6 @@ A span covers what a sampler would have to produce. It begins where the generati
 what follows a prompt. Some templates open a reply only when they ask for one (with `<think>`), or render earlier turns
 differently, so that there is no such place. Then the span begins where the template's header ends, which is found by
 rendering a mark instead of the content. It ends with the first end-of-turn token after the content, tool calls included.
-The line break that many templates add after that belongs to no reply.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The packed copy holds the weights' own words in the order in which a compiled product reads them (see `served_weights`).
 It is used where no gradient is wanted, and is valid only until the weights change. A product that is trained does not
-keep the norm or gate that it reads: its backward pass computes that again. bfloat16 weights are widened on a CPU that is
-faster so.
+keep the norm or gate that it reads: its backward pass computes that again.
 """
 
 from __future__ import annotations

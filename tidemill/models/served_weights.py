@@ -4,9 +4,8 @@
     engine    Contents.of(staged decoder) must equal the announcement; after the commit, so must the words in use
 
 The trainer computes `own` from its parameters, never from the stream, so that a mistake on the way (a tensor left out,
-two exchanged, a transposed view, a stale copy) cannot be in both. The proof is the engine's check of what it will serve;
-the stream is not summed on its way as well. The fingerprint depends on every element and its place. The sum of words
-runs at memory speed and serves for the second check.
+two exchanged, a transposed view, a stale copy) cannot be in both. The fingerprint depends on every element and its
+place; the sum of words runs at memory speed and serves for the second check.
 """
 
 from __future__ import annotations

@@ -34,14 +34,11 @@ class Tokenizer(Protocol):
     def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> Any: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str: ...
+    def get_vocab(self) -> dict[str, int]: ...
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
 
 
-class LoadedTokenizer(Tokenizer, Protocol):
-    def get_vocab(self) -> dict[str, int]: ...
-
-
-def load_tokenizer(folder: str | Path, of_class: str | None = None) -> LoadedTokenizer:
+def load_tokenizer(folder: str | Path, of_class: str | None = None) -> Tokenizer:
     """The tokenizer of a Hugging Face folder.
 
     of_class: the class that `class_name` returned where it was loaded before. None: transformers chooses by the model's
@@ -60,7 +57,7 @@ def load_tokenizer(folder: str | Path, of_class: str | None = None) -> LoadedTok
         raise ValueError(f"{folder}: its tokenizer cannot be loaded ({error})") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{folder}: its tokenizer has no eos_token; name one in tokenizer_config.json")
-    return cast(LoadedTokenizer, tokenizer)
+    return cast(Tokenizer, tokenizer)
 
 
 def class_name(tokenizer: Tokenizer) -> str | None:
@@ -142,11 +139,7 @@ def generation_config(folder: str | Path) -> dict[str, Any]:
 def stop_ids(
     tokenizer: Tokenizer | None, arch: Architecture, generation: Mapping[str, Any] | None = None
 ) -> tuple[int, ...]:
-    """Every id that ends a completion, ascending.
-
-    They come from config.json, generation_config.json, the tokenizer and the chat template. Chat models have several; if
-    one were overlooked, completions would count as truncated.
-    """
+    """Every id that ends a completion, ascending; chat models have several."""
     from tidemill.models.chat_template import end_of_turn
 
     given = (generation or {}).get("eos_token_id")

@@ -3,8 +3,7 @@
 An input is x [n, K], the output x W^T + b, and d [n, N] the loss's gradient by the output. The backward pass computes d
 W and the matrix's gradient d^T x. While no weight changes between passes (`served_linear.gathering`), a matrix is
 prepared once for all of them: where the engine's compiled bfloat16 products add up pairs, the trainer uses them too.
-Gradients are added up in place without rounding; autograd would round each micro-batch's gradient to its output's dtype
-in a tensor of its own, widen it and add it.
+Gradients are added up in place without rounding; autograd would round each micro-batch's gradient first.
 """
 
 from __future__ import annotations

@@ -181,14 +181,11 @@ class PlainRenderer(Renderer):
 
 
 def content_of(tokenizer: Tokenizer, messages: Messages, sent: str, text: str, after: Messages) -> str:
-    """The content that the template renders as `text` after `sent`; the text if there is none.
-
-    A prompt may have opened the reply (`<think>`), and a template may put something before a content.
-    """
+    """The content that the template renders as `text` after `sent`; the text if there is none."""
     header, found, _ = render(tokenizer, [*messages, assistant(MARK), *after], ask=bool(after)).partition(MARK)
     if not found:
         return text
-    if sent.startswith(header):
+    if sent.startswith(header):  # the prompt has opened the reply, as with `<think>`
         return sent.removeprefix(header) + text
     return text.removeprefix(header.removeprefix(sent)) if header.startswith(sent) else text
 

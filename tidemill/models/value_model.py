@@ -74,10 +74,7 @@ def last_tokens(rows: Sequence[Sequence[int]], arch: Architecture) -> list[int]:
 
 
 def load_value_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> ValueModel:
-    """The value model of a folder with or without a score.
-
-    Raises UnsupportedModel as `load_folder` does, and for a score with several labels.
-    """
+    """The value model of a folder, scored or not. Raises as `load_folder` does."""
     decoder, score = load_scored(folder, dtype)
     model = ValueModel(decoder)
     if score is not None:

@@ -38,8 +38,7 @@ from tidemill.run.recipe_tables import (
     SuperviseSettings,
     WarmupSettings,
 )
-from tidemill.trainer.trainer_kinds import BaseTrainerSettings
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import BaseTrainerSettings, TrainerSettings
 
 SHORT: dict[str, Callable[[str], Any]] = {
     "env": parse_env,

@@ -12,8 +12,7 @@ from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.telemetry import Offload
-from tidemill.trainer.trainer_kinds import TrainerSpec, folder_of
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings, TrainerSpec, folder_of
 
 
 def build(spec: TrainerSpec, sender: Sender, cores: Cores, offload: Offload) -> NativeTrainer:

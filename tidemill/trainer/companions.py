@@ -18,7 +18,7 @@ from tidemill.core.types import Metrics
 from tidemill.models.decoder import Decoder
 from tidemill.models.value_model import ValueModel
 from tidemill.trainer.optimizer import Optimizer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 _CRITIC, _REFERENCE = "critic.", "reference."  # prefixes of their tensors in a checkpoint
 
@@ -71,20 +71,14 @@ class Critic:
 
 @dataclass(slots=True)
 class Reference:
-    """A frozen decoder, or one that follows the policy after every `every` updates (0: never).
-
-    It then becomes decay * itself + (1 - decay) * the policy.
-    """
+    """A frozen decoder, or one that follows the policy."""
 
     decoder: Decoder
-    every: int = 0
+    every: int = 0  # updates after which it becomes decay * itself + (1 - decay) * the policy; 0: never
     decay: float = 0.0
 
     def beside(self, policy: Decoder) -> Reference:
-        """Move the reference to the policy's device.
-
-        Raises ValueError when vocabularies differ, or when it must follow a policy of another architecture.
-        """
+        """Move the reference to the policy's device. ValueError unless it fits the policy."""
         if self.decoder.arch.vocab != policy.arch.vocab:
             raise ValueError(
                 f"the reference policy has a vocabulary of {self.decoder.arch.vocab} tokens, the policy one of "

@@ -2,11 +2,10 @@
 
     Sample -> BatchRow (what is predicted) -> split (which rows run together) -> pack -> Batch (tensors)
 
-Rows are sorted by their tokens, so that each shares its prefix with the row before it: a system prompt, the prompt of a
-group, a conversation's earlier turns. The rows of one attempt stay together, because a loss may sum over all of them. Which
-attempts share a micro-batch, and which tokens are run once, affects only speed and memory (I6): a token with the same prefix
-has the same hidden states in every row, and its gradient is the sum over these rows. With 8 samples of a prompt that is
-longer than its answers, the shared prefix is most of the work.
+Rows are sorted by their tokens, so that each shares its prefix with the row before it, mostly a prompt or earlier turns. The
+rows of one attempt stay together, because a loss may sum over all of them. Which attempts share a micro-batch, and which
+tokens are run once, affects only speed and memory (I6): a token with the same prefix has the same hidden states in every
+row, and its gradient is the sum over these rows.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class BatchRow:
 
     @property
     def length(self) -> int:
-        """The number of tokens that are run: all before the last predicted one, which is only a target."""
+        """The number of tokens that are run: the last predicted one is only a target."""
         return int(self.where[-1])
 
     @property
@@ -77,10 +76,7 @@ class Batch:
     def loss_input(
         self, name: str, logprobs: Tensor, entropy: Tensor, values: Tensor | None = None
     ) -> tuple[LossInput, Tensor]:
-        """The input of the loss `name` from logprobs, entropies and values [M], and its weights.
-
-        Both hold only the tokens of that loss.
-        """
+        """The input and weights of the loss `name`, with only its tokens of the M."""
         given = {key: value.to(logprobs.dtype) if value.is_floating_point() else value for key, value in self.inputs.items()}
         live = {"entropy": entropy, "values": values}
         rows = {"sequence": self.sequence, "sequences": self.attempts, "extras": self.extras}
@@ -143,10 +139,7 @@ def split(units: Iterable[Unit], budget: int) -> list[list[BatchRow]]:
 
 
 def _starts(alone: Sequence[int], added: Sequence[int], budget: int) -> list[int]:
-    """Indices at which micro-batches begin when they are filled one after another.
-
-    alone: tokens of each unit when it begins one. added: tokens by which it makes one larger.
-    """
+    """The units that begin micro-batches, by their tokens `alone` and those `added`."""
     starts, used = [], budget
     for i, (whole, more) in enumerate(zip(alone, added, strict=True)):
         used += more

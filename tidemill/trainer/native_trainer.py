@@ -2,8 +2,7 @@
 
 Every call hands one blocking function to `offload`. The default calls it directly, so that a breakpoint works; a process
 host passes a one-thread executor, so that its event loop stays free. Only a snapshot is copied and written concurrently:
-calls that would change its source wait for the copy. The learning rate's schedule counts optimizer updates. A supervised
-warm-up is a trainer of its own: it ends with a model folder, from which another trainer begins.
+calls that would change its source wait for the copy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.parallel_micro_batches import Lanes
 from tidemill.trainer.telemetry import Offload, Recorder
 from tidemill.trainer.trainer_checkpoint import OPTIMIZER, Snapshot, load_checkpoint
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -165,8 +164,7 @@ class NativeTrainer:
     async def publish(self, version: Version) -> WeightUpdate:
         """Send the weights to the engines as `version`; returns where they are.
 
-        Raises PolicyMismatch, and nothing becomes visible, when the tensors to be sent do not have the names and shapes of
-        this model. Each engine verifies their values before it serves them.
+        Raises PolicyMismatch, and nothing becomes visible, for other names or shapes than this model's.
         """
         sender = self._sender
         if sender is None:

@@ -1,8 +1,7 @@
 """AdamW optimizer with clipping, learning-rate schedule and checkpoint state.
 
-A step scales the accumulated gradient sums once, clips them, updates the weights and frees the gradients. The arithmetic is
-torch's function `adamw`. torch's class would do as well, but creating one imports a compiler that nothing here uses, which
-takes as long as importing torch.
+A step scales the accumulated gradient sums once, clips them, updates the weights and frees the gradients. It calls torch's
+function `adamw`: creating torch's class imports a compiler that nothing here uses, which takes as long as importing torch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from tidemill.core.errors import TrainingDiverged
 from tidemill.core.types import Metrics
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -72,8 +71,7 @@ class Optimizer:
     def apply(self, scale: float) -> Metrics:
         """Update the weights with `scale` times the accumulated gradient, clipped; returns metrics.
 
-        Parameters without a gradient get a zero one. Raises TrainingDiverged, and frees the gradient, when its norm is not
-        finite.
+        Raises TrainingDiverged as `norm` does. Parameters without a gradient get a zero one.
         """
         for p in self.named.values():
             if p.grad is None:

@@ -24,10 +24,7 @@ LEAST = 512  # tokens per micro-batch: with fewer, reading weights and adding gr
 
 
 def lanes_for(threads: int, tokens: int, longest: int) -> int:
-    """The number of micro-batches to run in parallel, with `tokens` tokens together.
-
-    longest: tokens of the longest row.
-    """
+    """The number of parallel micro-batches: `tokens` together, `longest` in a row."""
     return max(1, min(threads, tokens // max(LEAST, longest)))
 
 
@@ -35,10 +32,7 @@ class Lanes:
     """Runs parts of a pass in one lane (thread) or several, on the cores of this process."""
 
     def __init__(self, threads: int = 1, cores: Cores | None = None) -> None:
-        """threads: the maximum of parallel micro-batches; with 1, all cores compute the same micro-batch.
-
-        cores: the cores of this process, which may be shared with others.
-        """
+        """threads: the most parallel micro-batches; with 1, all cores compute one."""
         self.threads, self.cores = threads, cores or Cores()
         self._several, self._given = False, 0
         self._todo: Sized = ()
@@ -68,10 +62,7 @@ class Lanes:
             self.cores.take()
 
     def _side_by_side(self, run: Callable[[T], None], todo: deque[T], lanes: int) -> None:
-        """Run the parts in lanes; the caller's thread is the first lane.
-
-        It opens other lanes while there are cores for them. A lane without a core closes after its micro-batch.
-        """
+        """Run the parts; the first lane, the caller's, opens others while cores are free."""
         before, width = torch.get_num_threads(), self.threads // lanes
         others: dict[int, threading.Thread] = {}
         failed: list[BaseException] = []
@@ -104,5 +95,5 @@ class Lanes:
             raise failed[0]
 
     def _now(self, width: int, lanes: int) -> int:
-        share = self.cores.share()
+        share = self.cores.share()  # a lane without a core closes after its micro-batch
         return lanes if share is None else max(1, min(lanes, share // width))

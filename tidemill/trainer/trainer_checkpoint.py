@@ -4,10 +4,9 @@
     optimizer.safetensors                   both moments by parameter name; the random states; the state of each `Kept`
     trainer.json                            format, updates done
 
-`Snapshot` is a copy in host memory: training continues while it is made, up to the next update, and the copy does not change
-while it is written. Its folder is one part of a checkpoint; the checkpoint's manifest and rename make it complete
-(`run/storage/`). Loading checks everything before it changes the trainer. On a CPU, training then continues bit for bit as
-it would have without the interruption.
+`Snapshot` is a copy in host memory: training continues while it is made, up to the next update, and while it is written. The
+checkpoint's manifest and rename make its folder complete (`run/storage/`). Loading checks everything before it changes the
+trainer. On a CPU, training then continues bit for bit as it would have without the interruption.
 """
 
 from __future__ import annotations
@@ -89,10 +88,7 @@ class Snapshot:
         return cls(decoder.arch, decoder.embed.weight.dtype, weights, kept | random, updates, left)
 
     def copy(self) -> None:
-        """Copy the tensors at the speed of memory, from a GPU into pinned memory.
-
-        Other threads run meanwhile, because it is one call of torch.
-        """
+        """Copy the tensors, from a GPU into pinned memory; other threads run meanwhile."""
         if self.left:
             places, tensors = zip(*self.left, strict=True)
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Registry of trainers, with their common settings and their spec, in a module without torch.
+"""Registry of trainers, their settings and their spec, in a module without torch.
 
 A new trainer is one module, with a subclass of `BaseTrainerSettings` and a function `(TrainerSpec, Sender, Cores, Offload)
 -> Trainer`, and one entry in the table. An `Offload` runs blocking functions.
@@ -7,9 +7,9 @@ A new trainer is one module, with a subclass of `BaseTrainerSettings` and a func
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.core.config import Config
@@ -19,7 +19,7 @@ from tidemill.weight_sync.sync_settings import BaseSyncSettings
 
 TRAINERS = Registry("trainer.kind")
 TRAINERS.register(
-    *("native", "tidemill.trainer.trainer_settings:TrainerSettings", "tidemill.trainer.build_native_trainer:build")
+    *("native", "tidemill.trainer.trainer_kinds:TrainerSettings", "tidemill.trainer.build_native_trainer:build")
 )
 
 
@@ -37,6 +37,33 @@ class BaseTrainerSettings(KindSettings, registry=TRAINERS):
         default="float32", description="Dtype of the weights sent to engines"
     )
     device: str = Field(default="auto", description="Device of the trainer. auto: cuda if there is one, else cpu")
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainerSettings(BaseTrainerSettings):
+    """The native trainer on one device: AdamW, its schedule and its memory."""
+
+    kind: Literal["native"] = Field(default="native", description="Kind of trainer")
+    warmup_steps: int = Field(default=0, ge=0, description="Optimizer updates over which lr rises from 0. 0: no warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Course of lr from the end of its warm-up to the last update"
+    )
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="End of linear and cosine, as a share of lr")
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of matrices. Norms and biases have none")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="Decay rates of AdamW's two moments, each in [0, 1)")
+    eps: float = Field(default=1e-8, gt=0, description="Term that AdamW adds to the denominator")
+    max_grad_norm: float = Field(default=1.0, ge=0, description="Norm to which gradients are clipped. 0: not clipped")
+    checkpointing: bool = Field(default=False, description="Recompute activations: less memory, a third more time")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainerSettings:
+        if self.min_lr_ratio and self.schedule == "constant":
+            raise ValueError(
+                "min_lr_ratio does not apply to schedule 'constant': choose 'linear' or 'cosine', or leave it out"
+            )
+        return self
 
 
 class TrainerSpec(Config):

@@ -87,13 +87,6 @@ class Compute:
         assert entropy is not None
         return logprobs, entropy
 
-    def values(self, critic: ValueModel, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """The critic's values [M] before the batch's target tokens.
-
-        hidden: the hidden states [M, D] of its decoder, if it has run already.
-        """
-        return critic.values(self.hidden(critic.decoder, batch) if hidden is None else hidden)
-
 
 def _added_up(found: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """Sum up the metrics of all micro-batches, and fetch them from the device at once."""
@@ -116,7 +109,7 @@ def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Com
     def run(part: list[BatchRow]) -> None:
         batch = compute.pack(part)
         if isinstance(model, ValueModel):
-            numbers = compute.values(model, batch)
+            numbers = model.values(compute.hidden(model.decoder, batch))
         else:
             numbers, _ = compute.logprobs(model, batch, compute.hidden(model, batch))
         _scatter(found, batch, numbers)
@@ -154,8 +147,9 @@ def forward_backward(
             batch = compute.pack(part)
             hidden = compute.hidden(decoder, batch)
             live, entropy = compute.logprobs(decoder, batch, hidden)
-            own = hidden if critic is not None and critic.decoder is decoder else None
-            values = None if critic is None else compute.values(critic, batch, own)
+            values = None
+            if critic is not None:
+                values = critic.values(hidden if critic.decoder is decoder else compute.hidden(critic.decoder, batch))
             total = live.new_zeros(())
             for name in batch.losses:
                 value, metrics = evaluate(functions[name], *batch.loss_input(name, live, entropy, values))

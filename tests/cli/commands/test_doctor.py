@@ -18,8 +18,7 @@ from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.roles import build_engine, build_trainer
 from tidemill.runtime.workers import keeper
-from tidemill.trainer.trainer_kinds import TrainerSpec
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings, TrainerSpec
 from tidemill.weight_sync.sync_settings import SyncSettings
 
 NAMES = "Python SQLite cores memory|shared memory|disk extras PyTorch CUDA kernels weights parity scoring"

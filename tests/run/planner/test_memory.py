@@ -48,7 +48,7 @@ from tidemill.run.storage.model_folder import architecture_of, resolve_model
 from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.trainer_checkpoint import Snapshot
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 SHAPE = {
     **{"vocab_size": 48, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4},

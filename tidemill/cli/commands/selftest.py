@@ -26,8 +26,7 @@ from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.observability.diagnosis.comparison import SAME, LogprobComparison
 from tidemill.run.roles import build_engine, build_trainer
 from tidemill.runtime.workers import keeper
-from tidemill.trainer.trainer_kinds import TrainerSpec
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings, TrainerSpec
 from tidemill.weight_sync.sync_settings import SyncSettings
 
 REWARD = "tidemill.envs.rewards.functions:exact"

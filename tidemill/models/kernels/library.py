@@ -74,10 +74,7 @@ def knowing(*tensors: Tensor) -> Native | Gpu | None:
 
 
 def without_gradient(*tensors: Tensor) -> Native | Gpu | None:
-    """The kernels for these tensors if no gradient is wanted; else None.
-
-    `trained_kernels.layer_kernels` is for where one may be wanted.
-    """
+    """The kernels for these tensors if no gradient is wanted (see `layer_kernels`)."""
     return None if torch.is_grad_enabled() else knowing(*tensors)
 
 

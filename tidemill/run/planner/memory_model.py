@@ -30,7 +30,7 @@ from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of
 from tidemill.trainer.micro_batches import filled
 from tidemill.trainer.parallel_micro_batches import lanes_for
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 MIB, GIB = 2**20, 2**30
 ONE_MACHINE = "This machine is the end: a run on several does not exist yet"

@@ -14,7 +14,7 @@ from tidemill.models.kernels.cpu.decode_pass import DecodingWeights, rows
 from tidemill.models.kernels.cpu.packed_sequences import MOST_NUMBERS, Families, layout, tensors
 from tidemill.models.kernels.cpu.thread_thresholds import threads_for
 from tidemill.models.kernels.cuda.launchers import DTYPES
-from tidemill.models.kernels.cuda.vocabulary_launchers import Sampled
+from tidemill.models.kernels.cuda.vocabulary_launchers import SampledRows
 from tidemill.models.kernels.rotation import Rotation
 
 SHARES = 64  # parts of the rows whose sums are added in order; the most threads
@@ -228,7 +228,7 @@ class Native:
         )
         return out
 
-    def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> Sampled:
+    def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> SampledRows:
         """Sample from logits [n, V] float32; if not finite, so are the logprobs.
 
         temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is the first whose cumulative

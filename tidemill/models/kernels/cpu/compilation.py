@@ -39,9 +39,8 @@ def find_compiler() -> str:
 
 def variants() -> list[tuple[str, ...]]:
     """Flags to try, the fastest first."""
-    machine = (
-        ("-mcpu=native",) if platform.machine() in ("arm64", "aarch64") else ("-march=native", "-mprefer-vector-width=512")
-    )
+    arm = platform.machine() in ("arm64", "aarch64")
+    machine = ("-mcpu=native",) if arm else ("-march=native", "-mprefer-vector-width=512")
     return [(*machine, "-fopenmp"), machine, ()]
 
 
@@ -63,10 +62,7 @@ def _digest(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _features() -> str:
-    """The processor's features, which tell apart machines where the same flags give other code.
-
-    A home folder may be shared by several machines.
-    """
+    """The processor's features: machines that share a home folder may need other code."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -90,10 +86,7 @@ def _expect_ours(path: Path) -> None:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    """Compile the sources and link them without the compiler's own OpenMP library.
-
-    Its functions come from the library that PyTorch brings, see `_open`.
-    """
+    """Compile and link the sources without the compiler's OpenMP: see `_open`."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as place:
         made, linked = [Path(place) / f"{source.stem}.o" for source in SOURCES], Path(place) / "kernels.so"
         for source, to in zip(SOURCES, made, strict=True):

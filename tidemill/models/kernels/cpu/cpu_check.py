@@ -20,10 +20,7 @@ EPS = 1e-6
 
 
 def expect_right(library: Native) -> None:
-    """Raise Unavailable if a kernel's answers are wrong.
-
-    The check starts no thread, because this process may be forked from.
-    """
+    """Raise Unavailable for wrong answers; start no thread, as this process may fork."""
     if not all(right(library) for right in TRIALS):
         raise Unavailable("the compiled kernels compute something else than they should")
 
@@ -186,11 +183,8 @@ TRIALS = (_pages, _sums, _products, _outers, _sequences, _norms, _rotations, _ga
 
 
 def _numbers(*shape: int) -> Tensor:
-    """Numbers between -1 and 1, each unlike its neighbours.
-
-    More than 2,048 are not allowed: their cosine may start threads.
-    """
-    assert math.prod(shape) <= 2048
+    """Numbers between -1 and 1, each unlike its neighbours."""
+    assert math.prod(shape) <= 2048  # the cosine of more may start threads
     return torch.linspace(-2, 9, math.prod(shape)).cos().view(shape)
 
 

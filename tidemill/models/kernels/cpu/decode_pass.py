@@ -31,10 +31,8 @@ class _Decoder(ctypes.Structure):
 
 class _Rows(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("tokens", "positions", "to", "out", "cos", "sin", "pages", "room", "table", "slots")
-        ),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "to", "out", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("pages", "room", "table", "slots")),
         ("lows", ctypes.POINTER(ctypes.c_void_p)),
         *((name, ctypes.c_void_p) for name in ("ends", "writes", "order")),
         *((name, ctypes.c_int64) for name in ("layer_bytes", "table_stride")),

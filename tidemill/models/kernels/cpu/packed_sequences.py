@@ -15,10 +15,7 @@ MOST_NUMBERS = 128  # largest size of a head, as in `sequences.c`
 
 @dataclass(frozen=True, slots=True)
 class Families:
-    """B packed sequences in F families, within which each shares its first tokens with the one before.
-
-    Shared tokens are packed once.
-    """
+    """B sequences in F families; each shares tokens, packed once, with the one before."""
 
     families: np.ndarray  # [F + 1] int64: their first sequences, and B
     sequences: np.ndarray  # [B + 1] int64: where each begins among the places
@@ -28,11 +25,7 @@ class Families:
 
     @classmethod
     def of(cls, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Families:
-        """B sequences of these lengths, packed one after another.
-
-        shared: the number of tokens that each has in common with the one before; 0 for the first, and 0 for all by
-        default.
-        """
+        """B sequences of these lengths; they begin with `shared` tokens of the one before."""
         common = [0] * len(lengths) if shared is None else list(shared)
         places: list[np.ndarray] = []
         count = 0
@@ -46,10 +39,7 @@ class Families:
 
     @classmethod
     def apart(cls, runs: Sequence[tuple[int, int]], tokens: int) -> Families:
-        """B sequences that are runs (first, count) of `tokens` packed tokens, and share nothing.
-
-        Results for tokens outside the runs are undefined.
-        """
+        """B runs (first, count) of `tokens` packed tokens; nothing outside is defined."""
         counts = [count for _, count in runs]
         places = np.concatenate([np.arange(first, first + count) for first, count in runs])
         return cls(np.arange(len(runs) + 1), np.cumsum([0, *counts]), places, np.zeros(len(runs), np.int64), tokens)
@@ -63,8 +53,7 @@ class _Operand(ctypes.Structure):
     _fields_ = [
         ("numbers", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
-        ("narrow", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        *((n, ctypes.c_int32) for n in ("narrow", "unused")),
     ]
 
 
@@ -95,10 +84,7 @@ def layout(families: Families, q: Tensor, k: Tensor, window: int | None) -> ctyp
 
 
 def tensors(totals: Tensor, size: int, operands: dict[str, Tensor]) -> ctypes.Structure:
-    """The C structure of the operands, named as in `sequences.c`; with d_out for the backward pass.
-
-    totals: [N, H] float32.
-    """
+    """The C structure of totals [N, H] float32 and operands; with d_out for gradients."""
     assert all(x.stride()[1:] == (size, 1) for x in operands.values())
     given = {name: _Operand(x.data_ptr(), x.stride(0), x.dtype == torch.bfloat16) for name, x in operands.items()}
     return _Tensors(**given, totals=totals.data_ptr(), scale=size**-0.5, back="d_out" in operands)

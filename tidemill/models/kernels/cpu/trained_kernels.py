@@ -58,10 +58,7 @@ class Gated:
 
 @dataclass(frozen=True)
 class Deferred:
-    """An output that is not computed yet: `how` applied to x.
-
-    A product that reads it need not keep it, because the backward pass computes it again.
-    """
+    """An output not computed yet, `how` of x, so that its reader need not keep it."""
 
     how: Normed | Gated
     x: Tensor
@@ -77,10 +74,7 @@ def as_tensor(given: Tensor | Deferred) -> Tensor:
 
 
 class Trained:
-    """The layer methods of `Native`, with gradients and for any strides.
-
-    Norms and gates are deferred to the product that reads them.
-    """
+    """The layer methods of `Native` with gradients; norms and gates are deferred."""
 
     def __init__(self, compiled: Native | Gpu) -> None:
         self._compiled = compiled
@@ -114,10 +108,7 @@ def _dense(heads: Tensor) -> Tensor:
 def attention_for(
     q: Tensor, k: Tensor, v: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor, Families, int | None], Tensor] | None:
-    """(q, k, v, families, window) -> attention output with a gradient; None if no kernel fits these.
-
-    The output is the first result of `Native.see`.
-    """
+    """(q, k, v, families, window) -> `see`'s output, with gradients; None if none fits."""
     compiled = knowing(q, k, v)
     if isinstance(compiled, Gpu):
         fits = q.dtype == k.dtype == v.dtype and compiled.trains(q.dtype, q.shape[1], k.shape[1], q.shape[2])

@@ -61,10 +61,7 @@ class Tiles:
 
 
 def cut(own: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(sequence, index of the first of its own tokens) of each tile of at most `size` tokens.
-
-    own: the number of own tokens of each sequence.
-    """
+    """(sequence, first of its `own` tokens) of each tile of at most `size` tokens."""
     counts = -(-own // size)
     of = np.repeat(np.arange(len(own)), counts)
     return of, (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * size

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tidemill.models.kernels.cuda.transfers import fetched, sent
 
-Sampled = tuple[np.ndarray, np.ndarray, np.ndarray]
+SampledRows = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(tokens int64, logprobs float32, unmodified model's logprobs float32), each [n]"""
 VOCABULARY_BLOCK = 2048  # logits that a program reads at a time
 
@@ -23,12 +23,14 @@ class VocabularyLaunchers:
         """source: the module `triton_kernels`, which is imported only where Triton is."""
         self._source = source
 
-    def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> Sampled:
+    def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> SampledRows:
         """As `Native.sample`."""
         unread = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         return self.sampling(logits, temperature, uniform, unread)()
 
-    def sampling(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray, into: Tensor) -> Callable[[], Sampled]:
+    def sampling(
+        self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray, into: Tensor
+    ) -> Callable[[], SampledRows]:
         """Launch `sample`; return a function that waits for its result.
 
         The tokens are also written to `into` [>= n] int32, for kernels launched next: valid ids whatever the logits are."""
@@ -52,7 +54,7 @@ class VocabularyLaunchers:
         )
         come, done = fetched(out)
 
-        def read() -> Sampled:
+        def read() -> SampledRows:
             if done is not None:
                 done.synchronize()  # bounded: by what was launched
             tokens, logprobs, model = come.numpy()
