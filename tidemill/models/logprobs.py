@@ -169,7 +169,7 @@ class _Chunked(torch.autograd.Function):
 def _summarised(
     logits: Tensor, left_out: Tensor | None, temperature: Tensor, targets: Tensor, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log sum exp, targets' logprobs, entropies or None), each [n]; overwrites logits."""
+    """(log sum exp, targets' logprobs, entropies or None) [n]; overwrites the logits."""
     if left_out is not None:
         logits.masked_fill_(left_out, -torch.inf)
     if (kernels := _kernels(logits)) is not None:

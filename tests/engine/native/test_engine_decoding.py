@@ -19,6 +19,7 @@ from tidemill.engine.native.staged_weights import serve
 from tidemill.models.architecture import Architecture
 from tidemill.models.kernels.cpu import thread_thresholds
 from tidemill.models.kernels.cpu.bindings import NONE
+from tidemill.models.kernels.cpu.decode_pass import DecodingRows
 from tidemill.models.kernels.library import native
 
 ROWS, PAGES = 26, 90
@@ -128,9 +129,9 @@ async def test_an_engine_decodes_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.skip("no packed products on this processor")
     decode = compiled.decode
 
-    def watch(weights: Any, tokens: np.ndarray, *given: Any) -> torch.Tensor:
-        steps.append(len(tokens))
-        return decode(weights, tokens, *given)
+    def watch(weights: Any, rows: DecodingRows, threads: int) -> torch.Tensor:
+        steps.append(len(rows.tokens))
+        return decode(weights, rows, threads)
 
     monkeypatch.setattr(compiled, "decode", watch)
     arch = replace(BASE, head_dim=16)

@@ -31,7 +31,7 @@ from tidemill.engine.native.staged_weights import Weights
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Attend, Decoder
 from tidemill.models.kernels.cpu.bindings import Native
-from tidemill.models.kernels.cpu.decode_pass import DecodingWeights
+from tidemill.models.kernels.cpu.decode_pass import DecodingRows, DecodingWeights
 from tidemill.models.kernels.cpu.packed_sequences import Families
 from tidemill.models.kernels.cpu.thread_thresholds import whole_pass
 from tidemill.models.kernels.library import native
@@ -161,8 +161,8 @@ class PagedCache:
             self._room = torch.empty(needed, dtype=torch.uint8)
         given = plan.tokens, plan.positions, plan.singles, plan.lengths, plan.writes
         tokens, positions, slots, ends, writes = (values[order] for values in given)
-        at = (tokens, positions, order, self._angles, self.kv, table, slots, self._lows(ends), ends, writes)
-        out = compiled.decode(layers, *at, self._room, threads)
+        of_layers, at = self._lows(ends), (tokens, positions, order, self._angles, self.kv, table, slots)
+        out = compiled.decode(layers, DecodingRows(*at, of_layers, ends, writes, self._room), threads)
         rows = self.chosen(wanted, len(out))
         return out if rows is None else out.index_select(0, rows)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tidemill.models.kernels.cpu import thread_thresholds
-from tidemill.models.kernels.cpu.decode_pass import DecodingWeights, rows
+from tidemill.models.kernels.cpu.decode_pass import DecodingRows, DecodingWeights
 from tidemill.models.kernels.cpu.packed_sequences import MOST_NUMBERS, Families, layout, tensors
 from tidemill.models.kernels.cpu.thread_thresholds import threads_for
 from tidemill.models.kernels.cuda.launchers import DTYPES
@@ -108,37 +107,16 @@ class Native:
         assert not failed, "see `attends`"
         return out
 
-    def decode(
-        self,
-        weights: DecodingWeights,
-        tokens: np.ndarray,
-        positions: np.ndarray,
-        to: np.ndarray,
-        angles: tuple[Tensor, Tensor],
-        kv: Tensor,
-        table: np.ndarray,
-        slots: np.ndarray,
-        lows: Sequence[np.ndarray],
-        ends: np.ndarray,
-        writes: np.ndarray,
-        room: Tensor,
-        threads: int,
-    ) -> Tensor:
-        """Hidden states [n, D] after the last norm, of a decoding pass over rows of one token each.
-
-        Row to[i] is that of tokens[i] at positions[i]; all [n] int64. angles: cos and sin [.., 1, E / 2] of all
-        positions. kv [layers, P, K, page_size, 2E], to which keys and values are written at `writes` [n] int64. lows: of
-        each layer; as the others, see `attend`. Rows that begin with the same pages stand side by side, and none sees
-        what another one writes. Each thread takes a run of rows through all layers. room: of at least `decoding_room`
-        bytes."""
-        n, out = len(tokens), torch.empty((len(tokens), weights.hidden), dtype=weights.dtype)
-        assert kv.shape[0] == weights.layers == len(lows) and kv.dtype == weights.dtype
+    def decode(self, weights: DecodingWeights, at: DecodingRows, threads: int) -> Tensor:
+        """Hidden states [n, D] after the last norm; each thread takes a run of rows through all layers."""
+        n, kv = len(at.tokens), at.kv
+        out = torch.empty((n, weights.hidden), dtype=weights.dtype)
+        assert kv.shape[0] == weights.layers == len(at.lows) and kv.dtype == weights.dtype
         assert kv.shape[2] == weights.kv_heads and kv.shape[4] == 2 * weights.head_dim
-        assert room.nbytes >= self.decoding_room(weights, n, threads)
-        order = np.arange(n)
-        at = rows(tokens, positions, to, out, angles, kv, room, table, slots, lows, ends, writes, order)
-        if self._library.tidemill_decode(ctypes.byref(weights.structure), ctypes.byref(at), threads):
-            raise MemoryError(f"there is no memory for {n} rows of a step")
+        assert at.room.nbytes >= self.decoding_room(weights, n, threads)
+        given = at.structure(out, order := np.arange(n))
+        if self._library.tidemill_decode(ctypes.byref(weights.structure), ctypes.byref(given), threads):
+            raise MemoryError(f"there is no memory for {len(order)} rows of a step")
         return out
 
     def decoding_room(self, weights: DecodingWeights, n: int, threads: int) -> int:

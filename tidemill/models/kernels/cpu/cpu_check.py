@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tidemill.models.kernels.cpu.bindings import NONE, Native
 from tidemill.models.kernels.cpu.compilation import Unavailable
-from tidemill.models.kernels.cpu.decode_pass import NORMS, DecodingWeights
+from tidemill.models.kernels.cpu.decode_pass import NORMS, DecodingRows, DecodingWeights
 from tidemill.models.kernels.cpu.packed_sequences import Families
 from tidemill.models.kernels.cuda.launchers import DTYPES
 from tidemill.models.kernels.rotation import Rotation
@@ -162,7 +162,7 @@ def _decodes(library: Native, dtype: torch.dtype) -> bool:
     kv = torch.zeros((1, 3, 1, 16, 32), dtype=dtype)
     room = torch.empty(library.decoding_room(weights, 2, 1), dtype=torch.uint8)
     given = (table, slots, [slots * 0], slots * 0 + 1, np.array([32, 16]), room)
-    found = library.decode(weights, tokens, positions, to, (cos, sin), kv, *given, threads=1)[to]
+    found = library.decode(weights, DecodingRows(tokens, positions, to, (cos, sin), kv, *given), threads=1)[to]
     x, cos, sin = embedding[tokens], cos[positions], sin[positions]
 
     def product(x: Tensor, name: str) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -75,27 +76,30 @@ class DecodingWeights:
         )
 
 
-def rows(
-    tokens: np.ndarray,
-    positions: np.ndarray,
-    to: np.ndarray,
-    out: Tensor,
-    angles: tuple[Tensor, Tensor],
-    kv: Tensor,
-    room: Tensor,
-    table: np.ndarray,
-    slots: np.ndarray,
-    lows: Sequence[np.ndarray],
-    ends: np.ndarray,
-    writes: np.ndarray,
-    order: np.ndarray,
-) -> ctypes.Structure:
-    """The C structure for the rows of `Native.decode`. The operands must outlive it."""
-    arrays = (tokens, positions, to, slots, *lows, ends, writes, order)
-    assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in arrays)
-    assert all(t.is_contiguous() and t.dtype == out.dtype for t in (out, *angles, kv)) and table.strides[1] == 4
-    given = (array.ctypes.data for array in (tokens, positions, to))
-    pointers = (*given, *(t.data_ptr() for t in (out, *angles, kv, room)), table.ctypes.data, slots.ctypes.data)
-    of_layers = (ctypes.c_void_p * len(lows))(*(array.ctypes.data for array in lows))
-    others = (array.ctypes.data for array in (ends, writes, order))
-    return _Rows(*pointers, of_layers, *others, kv[0].nbytes, table.strides[0] // 4, len(tokens), kv.shape[3])
+class DecodingRows(NamedTuple):
+    """Rows of one token each. Those that begin with the same pages stand side by side."""
+
+    tokens: np.ndarray  # [n] int64, as all arrays but `table`
+    positions: np.ndarray
+    to: np.ndarray  # the row of the result for each
+    angles: tuple[Tensor, Tensor]  # cos and sin [.., 1, E / 2] of all positions
+    kv: Tensor  # [layers, P, K, page_size, 2E], to which keys and values are written
+    table: np.ndarray  # as `slots` and `ends`, see `Native.attend`
+    slots: np.ndarray
+    lows: Sequence[np.ndarray]  # of each layer
+    ends: np.ndarray
+    writes: np.ndarray  # page * page_size + offset; no row sees what another one writes
+    room: Tensor  # work memory of at least `Native.decoding_room` bytes
+
+    def structure(self, out: Tensor, order: np.ndarray) -> ctypes.Structure:
+        """The C structure; its operands must outlive it."""
+        arrays = (self.tokens, self.positions, self.to, self.slots, *self.lows, self.ends, self.writes, order)
+        assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in arrays)
+        dense = (out, *self.angles, self.kv)
+        assert all(t.is_contiguous() and t.dtype == out.dtype for t in dense) and self.table.strides[1] == 4
+        given = (array.ctypes.data for array in (self.tokens, self.positions, self.to))
+        pointers = (*given, *(t.data_ptr() for t in (*dense, self.room)), self.table.ctypes.data, self.slots.ctypes.data)
+        of_layers = (ctypes.c_void_p * len(self.lows))(*(array.ctypes.data for array in self.lows))
+        others = (array.ctypes.data for array in (self.ends, self.writes, order))
+        sizes = (self.kv[0].nbytes, self.table.strides[0] // 4, len(self.tokens), self.kv.shape[3])
+        return _Rows(*pointers, of_layers, *others, *sizes)

@@ -108,7 +108,7 @@ def _dense(heads: Tensor) -> Tensor:
 def attention_for(
     q: Tensor, k: Tensor, v: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor, Families, int | None], Tensor] | None:
-    """(q, k, v, families, window) -> `see`'s output, with gradients; None if none fits."""
+    """(q, k, v, families, window) -> `see`'s output with gradients; None if none fits."""
     compiled = knowing(q, k, v)
     if isinstance(compiled, Gpu):
         fits = q.dtype == k.dtype == v.dtype and compiled.trains(q.dtype, q.shape[1], k.shape[1], q.shape[2])
