@@ -16,7 +16,8 @@ from tidemill.core.seeding import derive_seed
 from tidemill.core.serialization import decode, encode
 from tidemill.core.types import Finish, SamplingParams, Score, Task, Trajectory
 from tidemill.envs.chat import HERE, EpisodeChat, rollout_seeds
-from tidemill.models.conversations import as_messages, check_prompts, prompt_tokens, renderer
+from tidemill.models.chat_template import as_messages
+from tidemill.models.conversations import check_prompts, prompt_tokens, renderer
 from tidemill.models.tokenizer import character_tokenizer
 
 TOKENIZER = chat_tokenizer()

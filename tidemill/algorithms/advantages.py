@@ -22,8 +22,8 @@ from tidemill.algorithms.cohorts import (
     discounted_sums,
     divide,
     normalise,
-    spread_about_zero,
     standardise,
+    unit,
 )
 from tidemill.algorithms.token_rows import ByAttempt
 from tidemill.core.import_object import bound
@@ -76,8 +76,7 @@ def grpo_batch(x: Scores, *, eps: float = 1e-6) -> Array:
     When: the scale of grpo without its favour for very easy and very hard prompts.
     Cost: nothing.
     """
-    centred = centre(x.rewards, x.cohorts)
-    return x.spread(divide(centred, spread_about_zero(centred) + eps))
+    return x.spread(unit(centre(x.rewards, x.cohorts), eps))
 
 
 def dr_grpo(x: Scores) -> Array:
@@ -210,7 +209,7 @@ def gdpo(x: Scores, *, weights: Mapping[str, float] | None = None, eps: float = 
     for name, part in parts.items():
         known = ~np.isnan(part)
         total[known] += weights.get(name, 1.0) * normalise(part[known], x.cohorts[known], eps)
-    return x.spread(divide(total, spread_about_zero(total) + eps))
+    return x.spread(unit(total, eps))
 
 
 def pass_at_k(x: Scores, *, k: float = 4) -> Array:

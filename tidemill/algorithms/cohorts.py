@@ -39,9 +39,9 @@ def divide(values: Array, by: Array | float) -> Array:
     return np.divide(values, by, out=np.zeros(len(values)), where=np.asarray(by) > 0)
 
 
-def spread_about_zero(values: Array) -> float:
-    """Root of the mean square, with n - 1 in the denominator."""
-    return math.sqrt(float(values @ values) / max(len(values) - 1, 1))
+def unit(values: Array, eps: float) -> Array:
+    """[n] values over the root of their mean square (n - 1 in the denominator) + eps."""
+    return divide(values, math.sqrt(float(values @ values) / max(len(values) - 1, 1)) + eps)
 
 
 def standardise(values: Array, eps: float) -> Array:

@@ -35,8 +35,8 @@ from tidemill.core.types import (
     Support,
     Trajectory,
 )
-from tidemill.models.chat_template import as_messages
-from tidemill.models.conversations import Messages, renderer, too_long, unknown_token
+from tidemill.models.chat_template import Messages, as_messages
+from tidemill.models.conversations import renderer, too_long, unknown_token
 from tidemill.models.tokenizer import Tokenizer
 
 HERE = 10_000  # a message of at most so many characters is tokenized on the event loop: that takes milliseconds

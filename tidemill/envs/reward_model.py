@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from tidemill.models.attention import packed_attention, packed_positions
-from tidemill.models.conversations import as_messages, conversation
+from tidemill.models.chat_template import as_messages
+from tidemill.models.conversations import conversation
 from tidemill.models.tokenizer import load_tokenizer
 from tidemill.models.value_model import ValueModel, last_tokens, load_value_model
 

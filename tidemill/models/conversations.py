@@ -16,25 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.core.errors import ConfigError, TemplateRewritesHistory
+from tidemill.core.errors import ConfigError
 from tidemill.core.types import Array, Task
-from tidemill.models.chat_template import (
-    Messages,
-    Span,
-    Turn,
-    as_messages,
-    assistant,
-    end_of_turn,
-    half_character,
-    render,
-    text_of,
-)
+from tidemill.models.chat_template import Messages, Turn, as_messages, assistant, end_of_turn, half_character, render
 from tidemill.models.reply_spans import Rendering, reply_spans
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.models.turn_renderers import PlainRenderer, Renderer, TemplateRenderer, content_of, first, lines
-
-__all__ = ["Messages", "TemplateRewritesHistory", "Turn", "as_messages"]  # names of other modules
-__all__ += ["check_prompts", "conversation", "prompt_tokens", "renderer", "too_long", "unknown_token"]
+from tidemill.models.turn_renderers import PlainRenderer, Renderer, TemplateRenderer, content_of, first, plain_text
 
 
 def renderer(tokenizer: Tokenizer, most: int | None = None) -> Renderer:
@@ -71,7 +58,7 @@ def conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> tuple[Array, Ar
         rendering, before = Rendering.of(tokenizer, render(tokenizer, messages, ask=False)), []
         spans = reply_spans(rendering, messages, places)
     else:
-        text, spans = _plain(tokenizer, messages, set(places))
+        text, spans = plain_text(tokenizer, messages, set(places))
         rendering, before = Rendering.of(tokenizer, text), first(tokenizer)
     ids = rendering.ids[: rendering.count(spans[-1][1])]
     learnt = np.zeros(len(ids), np.bool_)
@@ -81,18 +68,6 @@ def conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> tuple[Array, Ar
     if not ids or ids[-1] not in (end_of_turn(tokenizer), tokenizer.eos_token_id):
         ids, learnt = [*ids, tokenizer.eos_token_id], np.append(learnt, True)
     return np.array([*before, *ids], np.int32), np.append(np.zeros(len(before), np.bool_), learnt)
-
-
-def _plain(tokenizer: Tokenizer, messages: Messages, places: set[int]) -> tuple[str, list[Span]]:
-    """(text, spans of the replies in it) of a conversation without a template."""
-    text, spans = "", list[Span]()
-    end = tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=False)
-    for place, message in enumerate(messages):
-        own = text_of(message) + end if place in places else lines([message])
-        if place in places:
-            spans.append((len(text), len(text) + len(own)))
-        text += own
-    return text, spans
 
 
 def check_prompts(tasks: Sequence[Task], tokenizer: Tokenizer, context: int, vocab: int | None = None) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 
 from tidemill.core.errors import Exceeds, TemplateRewritesHistory
 from tidemill.core.types import Array
-from tidemill.models.chat_template import MARK, Messages, added_tokens, assistant, render, text_of
+from tidemill.models.chat_template import MARK, Messages, Span, added_tokens, assistant, render, text_of
 from tidemill.models.reply_spans import Rendering
 from tidemill.models.token_bounds import certainly_exceeds
 from tidemill.models.tokenizer import Tokenizer
@@ -192,6 +192,18 @@ def content_of(tokenizer: Tokenizer, messages: Messages, sent: str, text: str, a
 
 def lines(messages: Messages) -> str:
     return "".join(f"{text_of(m)}\n" for m in messages)
+
+
+def plain_text(tokenizer: Tokenizer, messages: Messages, places: set[int]) -> tuple[str, list[Span]]:
+    """(text, spans of the replies in it) of a conversation without a template."""
+    text, spans = "", list[Span]()
+    end = tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=False)
+    for place, message in enumerate(messages):
+        own = text_of(message) + end if place in places else lines([message])
+        if place in places:
+            spans.append((len(text), len(text) + len(own)))
+        text += own
+    return text, spans
 
 
 def first(tokenizer: Tokenizer) -> list[int]:
