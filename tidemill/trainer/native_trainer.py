@@ -96,7 +96,7 @@ class NativeTrainer:
             lanes=Lanes(threads if self.device.type == "cpu" else 1, cores),
         )
         self._sender, self._source = sender, None if source is None else Path(source)
-        self._offload, self._recorder = self._compute.on_cores(offload), Recorder(process)
+        self._offload, self._recorder = offload, Recorder(process)
         self._snapshot: Snapshot | None = None
         room = Snapshot.room(self.decoder, self._optimizer, self._kept) if checkpoints else None
         self._room: Snapshot | None = room  # memory for the next snapshot
@@ -249,13 +249,17 @@ class NativeTrainer:
         await self._do("export", lambda: save(folder, tokenizer_from=self._source, dtype=dtype))
 
     async def _do(self, name: str, work: Callable[[], T], fault: int | None = None, **args: float) -> T:
-        """Do blocking work in a span of this name. fault: the step of an injected fault."""
+        """Do blocking work on the process's cores, in a span. fault: the step of an injected fault."""
 
         def run() -> T:
-            if fault is not None:
-                fault_injection.reach(self._recorder.process, name, fault)
-            with self._recorder.span(name, **args):
-                return work()
+            self._compute.lanes.cores.take()
+            try:
+                if fault is not None:
+                    fault_injection.reach(self._recorder.process, name, fault)
+                with self._recorder.span(name, **args):
+                    return work()
+            finally:
+                self._compute.lanes.cores.leave()
 
         return await self._recorder.asked(self._offload, run)
 

@@ -9,10 +9,9 @@ Attempts whose gradient is known to be zero (no weight, or no advantage and a lo
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,9 +27,6 @@ from tidemill.models.trained_linear import prepares_sizes
 from tidemill.models.value_model import ValueModel
 from tidemill.trainer.micro_batches import Batch, BatchRow, Unit, by_attempt, pack, rows_of, split
 from tidemill.trainer.parallel_micro_batches import Lanes, lanes_for
-from tidemill.trainer.telemetry import Offload
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +38,6 @@ class Compute:
     autocast: torch.dtype | None = None  # None: the weights' own dtype
     checkpointing: bool = False
     lanes: Lanes = field(default_factory=Lanes)
-
-    def on_cores(self, offload: Offload) -> Offload:
-        """Wrap `offload` so that a function takes the process's cores before it and leaves them after."""
-
-        def offloaded(function: Callable[[], T], /) -> Awaitable[T]:
-            def run() -> T:
-                self.lanes.cores.take()
-                try:
-                    return function()
-                finally:
-                    self.lanes.cores.leave()
-
-            return offload(run)
-
-        return offloaded
 
     def split(self, units: Sequence[Unit]) -> tuple[list[list[BatchRow]], int]:
         """Split units of rows into micro-batches; returns them and the number to run in parallel."""
