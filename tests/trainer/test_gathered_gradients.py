@@ -151,7 +151,7 @@ def test_nothing_is_left_behind_where_a_pass_fails(monkeypatch: pytest.MonkeyPat
     def fails(*given: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(training_pass, "_losses", fails)
+    monkeypatch.setattr(training_pass, "evaluate", fails)
     with pytest.raises(RuntimeError, match="no memory"):
         training_pass.forward_backward(model, batch(), LOSSES, training_pass.Compute(CPU, 40))
     assert all(each.gathered is None for each in model.modules() if isinstance(each, Linear))
