@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -201,8 +201,8 @@ class _Pinned:
     """Pins a mapping's pages, to which CUDA writes faster; `held`: it did not refuse."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
-        self._memory, self._cuda = torch.frombuffer(mapping, dtype=torch.uint8), torch.cuda.cudart()
-        assert self._cuda is not None  # it raises where there is none
+        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._cuda: Any = torch.cuda.cudart()  # it raises where there is none
         self.held = int(self._cuda.cudaHostRegister(self._memory.data_ptr(), len(mapping), 0)) == 0
 
     def close(self) -> None:
