@@ -212,6 +212,10 @@ class Body(Parameters):
             raise ApiError(message, param="stream_options")
         return self
 
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
     def _expect_least(self, limit: int | None) -> None:
         if limit is not None and self.min_tokens > limit:
             raise ApiError(f"min_tokens = {self.min_tokens}: expected at most max_tokens, {limit}", param="min_tokens")
@@ -234,6 +238,10 @@ class CompletionBody(Body):
         if (prompts := len(self.prompt)) * self.n > MAX_CHOICES:
             raise ApiError(f"{prompts} prompts times n = {self.n}: expected at most {MAX_CHOICES} choices", param="n")
         return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
 
 
 class ChatInput(Parameters):
@@ -280,6 +288,10 @@ class ChatBody(ChatInput, Body):
             raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
         self._expect_least(self.limit)
         return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
 
     @property
     def limit(self) -> int | None:

@@ -13,7 +13,7 @@ import pytest
 from serving_cases import Running
 from test_serving_deadlines import head, opened
 
-from tidemill.engine.server import connection, request_heads
+from tidemill.engine.server import connection, request_checks
 from tidemill.openai_api.requests import MAX_BODY
 
 MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -188,10 +188,10 @@ HEADS = {
     "an unknown coding": (MODELS[:-2] + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
     "hidden coding": (MODELS[:-2] + b"transfer-encoding : chunked\r\n\r\n0\r\n\r\n", 400),
     "two hosts": (MODELS[:-2] + b"host: localhost\r\n\r\n", 400),
-    "a long path": (MODELS.replace(b"/v1/models", b"/v1/models?" + b"a" * request_heads.MOST_TARGET), 414),
+    "a long path": (MODELS.replace(b"/v1/models", b"/v1/models?" + b"a" * request_checks.MOST_TARGET), 414),
     "a path without end": (MODELS.replace(b"/v1/models", b"/" + b"a" * 70_000), 4),
     "many headers": (MODELS[:-2] + b"x: y\r\n" * 101 + b"\r\n", 431),
-    "a long header": (MODELS[:-2] + b"x: " + b"y" * request_heads.MOST_HEAD + b"\r\n\r\n", 4),
+    "a long header": (MODELS[:-2] + b"x: " + b"y" * request_checks.MOST_HEAD + b"\r\n\r\n", 4),
 }
 
 

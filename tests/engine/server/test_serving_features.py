@@ -12,7 +12,7 @@ import pytest
 from serving_cases import CHATML, Running, byte_tokenizer, chat_model
 
 from tidemill.core.types import GenerateRequest, SamplingParams
-from tidemill.engine.server.chat_rendering import chat_tokens
+from tidemill.engine.server.reader_process import chat_tokens
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -266,7 +266,7 @@ def test_refusals_name_their_place(picky: Running) -> None:
 
 
 def test_a_folder_says_how_long_replies_are(chats: Running, tmp_path: Path) -> None:
-    from tidemill.engine.server.sampling_requests import limit_of
+    from tidemill.engine.server.service import limit_of
     from tidemill.openai_api.requests import ChatBody
 
     body = ChatBody(model="m", messages=HELLO)

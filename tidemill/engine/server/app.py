@@ -6,14 +6,11 @@ When a client leaves, its work ends: its choices are aborted in the engine betwe
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,17 +18,26 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from tidemill.core.errors import ApiError
 from tidemill.engine.server.prometheus_metrics import CONTENT_TYPE, CountRequests
+from tidemill.engine.server.request_checks import (
+    HEALTH,
+    RequestCheck,
+    check_head,
+    check_key,
+    check_origin,
+    encoded,
+    refusal,
+    reply,
+)
 from tidemill.engine.server.service import CheckedRequest, Service
 from tidemill.openai_api.requests import MAX_BODY
 from tidemill.openai_api.responses import error_body
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-HEALTH = "/health"
 BODY_S = 60.0  # deadline of a request's body
 
 
@@ -75,66 +81,13 @@ def make_app(service: Service, api_key: str | None) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=[
+            Middleware(RequestCheck, check=check_head),
             Middleware(CountRequests, metrics=service.metrics, routes=[route.path for route in routes]),
-            Middleware(OriginCheck) if api_key is None else Middleware(KeyCheck, key=api_key),
+            Middleware(RequestCheck, check=check_origin if api_key is None else partial(check_key, key=api_key)),
         ],
         exception_handlers={ApiError: _refused, HTTPException: _http_error, Exception: _failed},
         lifespan=lifespan,
     )
-
-
-def reply(value: dict[str, Any], status: int = 200) -> Response:
-    return Response(_encode(value), status, media_type="application/json")
-
-
-class KeyCheck:
-    """Middleware that lets only requests with the API key through, except for the health check.
-
-    Its duration tells nothing about the key.
-    """
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._expected = app, b"Bearer " + key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != HEALTH:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, self._expected):
-                error = ApiError(
-                    "no valid API key: send it as 'Authorization: Bearer KEY'", status=401, code="invalid_api_key"
-                )
-                await refusal(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class OriginCheck:
-    """Middleware without a key: refuses requests from other machines' names or pages.
-
-    A browser sends any page's requests to a loopback address, but it says whose page that was (`origin`), and which name the
-    page called (`host`).
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            given = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"host", b"origin")}
-            for name, url in ((b"host", f"//{given.get(b'host', '')}"), (b"origin", given.get(b"origin"))):
-                if url is not None and not _names_loopback(url):
-                    message = f"{name.decode()} {given.get(name, '')[:100]!r} is not this machine: serve with --api-key"
-                    await reply(error_body(message, 403), 403)(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
-
-
-def _names_loopback(url: str) -> bool:
-    try:
-        name = urlsplit(url).hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 class EventStream(Response):
@@ -155,10 +108,10 @@ class EventStream(Response):
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    await send({"type": "http.response.body", "body": _event(_encode(event)), "more_body": True})
+                    await send({"type": "http.response.body", "body": _event(encoded(event)), "more_body": True})
         except Exception as error:  # the status is sent, so the client can only be told in the stream
             log.exception("a streamed reply failed")
-            told = _encode(error_body(f"the engine failed: {error}", 500))
+            told = encoded(error_body(f"the engine failed: {error}", 500))
             await send({"type": "http.response.body", "body": _event(told), "more_body": True})
         await send({"type": "http.response.body", "body": _event(b"[DONE]"), "more_body": False})
 
@@ -236,10 +189,6 @@ async def _refused(request: Request, error: Exception) -> Response:
     return refusal(error)
 
 
-def refusal(error: ApiError) -> Response:
-    return reply(error_body(str(error), error.status, error.param, error.code), error.status)
-
-
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     about = f"{request.method} {request.url.path}"
@@ -249,10 +198,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     return reply(error_body(f"the engine failed: {error}", 500), 500)
-
-
-def _encode(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _event(data: bytes) -> bytes:

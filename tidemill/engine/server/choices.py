@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -129,18 +128,6 @@ async def sample(
     last = assembler.finish(Finish.STOP if completion is None else completion.finish)
     clock.finished(last.sampled, last.finish or "")
     yield last
-
-
-async def whole(engine: NativeEngine, vocabulary: Vocabulary, asked: Asked, clock: Clock) -> TextPiece:
-    """A choice as one piece."""
-    result = TextPiece("")
-    async with aclosing(sample(engine, vocabulary, asked, clock, live=False)) as pieces:
-        async for piece in pieces:
-            result.text += piece.text
-            result.tokens += piece.tokens
-            result.ids += piece.ids
-            result.finish, result.sampled = piece.finish, piece.sampled
-    return result
 
 
 def of_prompt(tokens: np.ndarray, vocabulary: Vocabulary, text: str | None, scored: Scored | None) -> TextPiece:

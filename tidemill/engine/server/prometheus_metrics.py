@@ -31,33 +31,20 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model, self._engine = model, _Engine(model, pages)
         self.registry.register(self._engine)
-        of_all = {"labelnames": ("model_name",), "registry": self.registry}
         self._requests = Counter(
-            "tidemill:http_requests",
-            "Requests by route and status.",
-            ("route", "method", "status"),
-            registry=self.registry,
+            "tidemill:http_requests", "Requests by route and status.", ("route", "method", "status"), registry=self.registry
         )
+        labels = ("model_name", "finished_reason")
         self._ended = Counter(
-            "tidemill:request_success",
-            "Replies by the reason they ended for.",
-            ("model_name", "finished_reason"),
-            registry=self.registry,
+            "tidemill:request_success", "Replies by the reason they ended for.", labels, registry=self.registry
         )
-        self._first = Histogram(
-            "tidemill:time_to_first_token_seconds",
-            "From a reply's request to its first token.",
-            buckets=FIRST_TOKEN_S,
-            **of_all,
-        )
-        self._each = Histogram(
-            "tidemill:request_time_per_output_token_seconds",
-            "Mean time of a reply's tokens after the first.",
-            buckets=PER_TOKEN_S,
-            **of_all,
-        )
-        self._whole = Histogram(
-            "tidemill:e2e_request_latency_seconds", "From a reply's request to its end.", buckets=REQUEST_S, **of_all
+        self._first, self._each, self._whole = (
+            Histogram(f"tidemill:{name}_seconds", help_text, ("model_name",), buckets=buckets, registry=self.registry)
+            for name, help_text, buckets in (
+                ("time_to_first_token", "From a reply's request to its first token.", FIRST_TOKEN_S),
+                ("request_time_per_output_token", "Mean time of a reply's tokens after the first.", PER_TOKEN_S),
+                ("e2e_request_latency", "From a reply's request to its end.", REQUEST_S),
+            )
         )
 
     def text(self, stats: EngineStats) -> bytes:
@@ -138,23 +125,19 @@ class _Engine(Collector):
     def collect(self) -> Iterator[Metric]:
         if (stats := self.stats) is None:
             return
-        for name, help_text, value in (
-            ("num_requests_running", "Replies that are being sampled.", stats.running),
-            ("num_requests_waiting", "Replies that wait for their turn.", stats.waiting),
-            ("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", stats.kv_used),
-            ("kv_pages_used", "KV pages in use.", round(stats.kv_used * self._pages)),
-            ("kv_pages", "KV pages that there are.", self._pages),
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for kind, name, help_text, value in (
+            (gauge, "num_requests_running", "Replies that are being sampled.", stats.running),
+            (gauge, "num_requests_waiting", "Replies that wait for their turn.", stats.waiting),
+            (gauge, "kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", stats.kv_used),
+            (gauge, "kv_pages_used", "KV pages in use.", round(stats.kv_used * self._pages)),
+            (gauge, "kv_pages", "KV pages that there are.", self._pages),
+            (counter, "prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
+            (counter, "generation_tokens", "Tokens sampled.", stats.generated),
+            (counter, "prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", stats.prompt_tokens),
+            (counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.cached_tokens),
+            (counter, "num_preemptions", "Replies interrupted for lack of KV pages.", stats.preemptions),
         ):
-            gauge = GaugeMetricFamily(f"tidemill:{name}", help_text, labels=("model_name",))
-            gauge.add_metric((self._model,), value)
-            yield gauge
-        for name, help_text, value in (
-            ("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
-            ("generation_tokens", "Tokens sampled.", stats.generated),
-            ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", stats.prompt_tokens),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.cached_tokens),
-            ("num_preemptions", "Replies interrupted for lack of KV pages.", stats.preemptions),
-        ):
-            counter = CounterMetricFamily(f"tidemill:{name}", help_text, labels=("model_name",))
-            counter.add_metric((self._model,), value)
-            yield counter
+            metric = kind(f"tidemill:{name}", help_text, labels=("model_name",))
+            metric.add_metric((self._model,), value)
+            yield metric

@@ -57,7 +57,7 @@ class Reader:
         if self._tokenizer.chat_template:
             self._short.begin()
 
-    async def text(self, text: str, *, special: bool = True, bounded: bool = True, param: str = "prompt") -> Array:
+    async def text(self, text: str, *, special: bool = True, bounded: bool = True) -> Array:
         """The tokens of a text: [P] int32. Raises ApiError.
 
         special: add the tokenizer's special tokens. bounded: refuse a text that the context cannot hold.
@@ -66,12 +66,10 @@ class Reader:
             return np.array(self._tokenizer.encode(text, add_special_tokens=special), np.int32)
         if bounded and self._reach is not None and self._reach.exceeds(text, self._context):
             message = too_long("the prompt", self._reach.least(text), self._context)
-            raise ApiError(message, param=param, code="context_length_exceeded")
-        return await self._ask(Text(text, special, bounded), len(text), param)
+            raise ApiError(message, param="prompt", code="context_length_exceeded")
+        return await self._ask(Text(text, special, bounded), len(text), "prompt")
 
-    async def chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None, *, param: str = "messages"
-    ) -> Array:
+    async def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> Array:
         """The tokens of a chat, ready for the reply: [P] int32. Raises ApiError.
 
         options: further names that the template may use.
@@ -80,7 +78,8 @@ class Reader:
         size += len(messages)
         if size <= HERE and not self._tokenizer.chat_template and not options:
             return prompt_tokens(self._tokenizer, [dict(message) for message in messages])
-        return await self._ask(ChatToRender([dict(message) for message in messages], dict(options or {})), size, param)
+        request = ChatToRender([dict(message) for message in messages], dict(options or {}))
+        return await self._ask(request, size, "messages")
 
     async def close(self) -> None:
         await asyncio.gather(self._short.close(), self._long.close())

@@ -12,7 +12,6 @@ from starlette.applications import Starlette
 
 from tidemill.core.errors import ConfigError
 from tidemill.engine.server.connection import BoundedConnection
-from tidemill.engine.server.request_heads import HeadCheck
 
 GRACE_S = 5  # seconds for requests under way when the server stops
 CONNECTIONS = 1024  # open at a time; each may hold a body (`requests.MAX_BODY`)
@@ -62,7 +61,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: Starlette, announcement: str) -> None:
         config = uvicorn.Config(
-            HeadCheck(app),
+            app,
             http=BoundedConnection,
             ws="none",
             lifespan="on",

@@ -17,18 +17,23 @@ from typing import Any
 import numpy as np
 
 from tidemill.core.errors import ApiError
+from tidemill.core.seeding import derive_seed
+from tidemill.core.token_extras import MODEL_LOGPROBS
+from tidemill.core.types import SamplingParams
 from tidemill.engine.native.native_engine import NativeEngine
-from tidemill.engine.server.choices import Asked, goes_on, of_prompt, sample, whole
+from tidemill.engine.server.choices import Asked, goes_on, of_prompt, sample
 from tidemill.engine.server.prometheus_metrics import Clock, Metrics
 from tidemill.engine.server.prompt_reader import Reader
 from tidemill.engine.server.prompts import Prompts
-from tidemill.engine.server.sampling_requests import asked_of, check_ids, limit_of
 from tidemill.engine.server.tokenize_routes import TokenRoutes
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.openai_api.body_decoding import beside
 from tidemill.openai_api.requests import Body, ChatBody, CompletionBody, parse
 from tidemill.openai_api.responses import ChatShape, CompletionShape, TextPiece, Usage
 from tidemill.openai_api.vocabulary import Vocabulary
+
+MOST_TOP_K = 1 << 30  # more than any vocabulary, and a machine integer
+REPLY_TOKENS = 4096  # reply tokens of a chat that gives no limit
 
 
 @dataclass(slots=True)
@@ -64,7 +69,7 @@ class Service:
         """Serve `engine` under the model name `name`.
 
         context: tokens of a prompt and its reply together. vocab: ids below it have an embedding. reply_tokens: limit of a
-        chat that gives none; None: see `sampling_requests.limit_of`.
+        chat that gives none; None: see `limit_of`.
         model_logprobs: True if the engine knows the unmodified model's logprobs; else requests for them are refused.
         """
         self.engine, self.name, self.context = engine, name, context
@@ -84,18 +89,20 @@ class Service:
             message = f"model {name[:100]!r} is not served here: this server has {self.name!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
-    def _checked_logprobs(self, wanted: bool) -> bool:
-        if wanted and not self._model_logprobs:
+    def _check(self, body: CompletionBody | ChatBody) -> bool:
+        """Check the model's name, tokens and logprobs in a body. Returns True if it asks for logprobs."""
+        self.check_model(body.model)
+        self.prompts.check_ids(body.stop_token_ids, "stop_token_ids", "stop_token_ids")
+        self.prompts.check_ids([*body.logit_bias], "logit_bias", "logit_bias")
+        if body.wants_logprobs and not self._model_logprobs:
             message = "the engine behind this server does not report the model's logprobs: leave logprobs out"
             raise ApiError(message, param="logprobs")
-        return wanted
+        return body.wants_logprobs
 
     async def completion(self, raw: bytes) -> CheckedRequest:
         body = await beside(raw, parse, CompletionBody, raw)
         clock = Clock(self.metrics)
-        self.check_model(body.model)
-        check_ids(body, self.prompts)
-        logprobs = self._checked_logprobs(body.logprobs is not None)
+        logprobs = self._check(body)
         rows = list[np.ndarray]()
         for i, prompt in enumerate(body.prompt):
             place = f"prompt[{i}]" if len(body.prompt) > 1 else "prompt"
@@ -114,14 +121,12 @@ class Service:
                 asked.append(one if body.max_tokens else None)
         ids = [row.tolist() for row in rows for _ in range(body.n)] if body.return_token_ids else None
         shape = CompletionShape(self.name, self._vocabulary, logprobs, ids, body.return_tokens_as_token_ids)
-        return _prepared(shape, asked, echoes, sum(map(len, rows)), body, clock)
+        return CheckedRequest(shape, asked, echoes, Usage(sum(map(len, rows))), body.stream, body.include_usage, clock)
 
     async def chat(self, raw: bytes) -> CheckedRequest:
         body = await beside(raw, parse, ChatBody, raw)
         clock = Clock(self.metrics)
-        self.check_model(body.model)
-        check_ids(body, self.prompts)
-        logprobs = self._checked_logprobs(body.logprobs)
+        logprobs = self._check(body)
         tokens = await self.prompts.of_chat(body)
         tokens = self.prompts.check(tokens, 1, self.prompts.place_of(tokens, body), "messages")
         limit = limit_of(body, self.context - len(tokens), self.context, self._reply_tokens)
@@ -129,7 +134,7 @@ class Service:
         asked: list[Asked | None] = [asked_of(body, tokens, limit, seed, i) for i in range(body.n)]
         ids = [tokens.tolist()] if body.return_token_ids else None
         shape = ChatShape(self.name, self._vocabulary, logprobs, ids, body.return_tokens_as_token_ids)
-        return _prepared(shape, asked, [None] * body.n, len(tokens), body, clock)
+        return CheckedRequest(shape, asked, [None] * body.n, Usage(len(tokens)), body.stream, body.include_usage, clock)
 
     async def reply(self, prepared: CheckedRequest) -> dict[str, Any]:
         choices = await asyncio.gather(*(self._whole(prepared, i) for i in range(len(prepared.asked))))
@@ -160,7 +165,7 @@ class Service:
         )
 
         async def pump(index: int) -> None:
-            async with aclosing(self._pieces(prepared, index)) as pieces:
+            async with aclosing(self._pieces(prepared, index, live=True)) as pieces:
                 async for piece in pieces:
                     arrived.put_nowait((index, piece))
 
@@ -185,26 +190,26 @@ class Service:
         await self.reader.close()
         await self.engine.close()
 
-    async def _pieces(self, prepared: CheckedRequest, index: int) -> AsyncGenerator[TextPiece, None]:
+    async def _pieces(self, prepared: CheckedRequest, index: int, *, live: bool) -> AsyncGenerator[TextPiece, None]:
         asked, echo, shift = prepared.asked[index], prepared.echoes[index], 0
         if echo is not None:
             shift = len(echo.text)
             yield TextPiece(echo.text, echo.tokens, "length" if asked is None else None)
         if asked is not None:
-            async with aclosing(sample(self.engine, self._vocabulary, asked, prepared.clock.copy(), live=True)) as pieces:
+            async with aclosing(sample(self.engine, self._vocabulary, asked, prepared.clock.copy(), live=live)) as pieces:
                 async for piece in pieces:
-                    yield piece.shifted(shift)
+                    yield piece.shifted(shift) if shift else piece
 
     async def _whole(self, prepared: CheckedRequest, index: int) -> TextPiece:
-        asked, echo = prepared.asked[index], prepared.echoes[index]
-        if asked is None:
-            assert echo is not None
-            return TextPiece(echo.text, echo.tokens, "length")
-        piece = await whole(self.engine, self._vocabulary, asked, prepared.clock.copy())
-        if echo is None:
-            return piece
-        piece = piece.shifted(len(echo.text))
-        return TextPiece(echo.text + piece.text, echo.tokens + piece.tokens, piece.finish, piece.sampled, piece.ids)
+        """A choice as one piece."""
+        result = TextPiece("")
+        async with aclosing(self._pieces(prepared, index, live=False)) as pieces:
+            async for piece in pieces:
+                result.text += piece.text
+                result.tokens += piece.tokens
+                result.ids += piece.ids
+                result.finish, result.sampled = piece.finish, piece.sampled
+        return result
 
     async def _echo(self, prompt: str | list[int], tokens: np.ndarray, body: CompletionBody) -> TextPiece:
         scored = None
@@ -222,14 +227,37 @@ def _seed(body: Body) -> int:
     return secrets.randbits(63) if body.seed is None else body.seed
 
 
-def _prepared(
-    shape: CompletionShape | ChatShape,
-    asked: list[Asked | None],
-    echoes: list[TextPiece | None],
-    prompt: int,
-    body: Body,
-    clock: Clock,
-) -> CheckedRequest:
-    options = body.stream_options
-    include = options is not None and options.include_usage
-    return CheckedRequest(shape, asked, echoes, Usage(prompt), body.stream, include, clock)
+def limit_of(body: ChatBody, room: int, context: int, usual: int | None) -> int:
+    """The most tokens of a chat's reply, within the `room` that its prompt leaves.
+
+    A chat that gives no limit gets the model's `usual` one, or else 4096 and at most half the context: then a reply without
+    an end stops, and the conversation can go on.
+    """
+    asked = body.limit
+    if asked is None:
+        asked = max(usual or min(REPLY_TOKENS, context // 2), body.min_tokens, 1)
+    return min(asked, room)
+
+
+def asked_of(
+    body: CompletionBody | ChatBody, tokens: np.ndarray, limit: int, seed: int, index: int, *, begun: bool = False
+) -> Asked:
+    """Choice `index` of a prompt's choices."""
+    params = SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=min(max(body.top_k, 0), MOST_TOP_K),
+        min_p=body.min_p,
+        max_tokens=max(limit, 1),
+        stop_ids=tuple(dict.fromkeys(body.stop_token_ids)),
+        ignore_eos=body.ignore_eos,
+        seed=derive_seed(seed, "choice", index),
+        top_logprobs=body.top_logprobs if isinstance(body, ChatBody) else body.logprobs or 0,
+        min_tokens=body.min_tokens,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple(body.logit_bias.items()),
+    )
+    extras = (MODEL_LOGPROBS.name,) if body.wants_logprobs else ()
+    return Asked(tokens, params, tuple(body.stop), begun, not body.skip_special_tokens, body.return_token_ids, extras)
