@@ -12,7 +12,7 @@ from engine_cases import BASE, VOCAB, decoder, engine, kept, prompts, reference,
 from gpu_in_pytorch import compute_again
 
 from tidemill.core.types import Finish, GenerateRequest, SamplingParams
-from tidemill.engine.native.logit_adjustments import Adjustment
+from tidemill.engine.native.sampler import Adjustment
 
 ENDS = tuple(range(0, VOCAB, 3))
 CASES: dict[str, dict[str, Any]] = {

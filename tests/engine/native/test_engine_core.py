@@ -20,7 +20,7 @@ from tidemill.core.interfaces import Engine
 from tidemill.core.policy_version import PolicyKey
 from tidemill.core.types import Finish, GenerateRequest, SamplingParams, Version
 from tidemill.core.weight_update import WeightPart, WeightUpdate
-from tidemill.engine.native import between_steps
+from tidemill.engine.native import weight_updates
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.observability.timeline import IDLE
 
@@ -147,7 +147,7 @@ def mixed_reference(completion, models):
 
 async def update_now(under_test, published, monkeypatch):
     """Begin an update that is staged in one turn: the commit finds what is in flight now."""
-    monkeypatch.setattr(between_steps, "TURN_S", math.inf)
+    monkeypatch.setattr(weight_updates, "TURN_S", math.inf)
     return asyncio.ensure_future(under_test.update(published))
 
 

@@ -23,7 +23,8 @@ from engine_cases import (
 )
 
 from tidemill.core.types import Finish, GenerateRequest, SamplingParams
-from tidemill.engine.native.paged_attention import PagedCache, QuerySpan, _group, siblings_together
+from tidemill.engine.native.paged_attention import PagedCache, _group, siblings_together
+from tidemill.engine.native.scheduler import Chunk
 from tidemill.models.kernels.cpu.bindings import Native
 from tidemill.models.kernels.library import native
 
@@ -140,7 +141,7 @@ async def test_prompts_are_attended_to_where_they_lie(path, monkeypatch):
 @pytest.mark.parametrize("most", [40, 130, 600])
 def test_chunks_are_gathered_a_block_at_a_time(most):
     rng = np.random.default_rng(most)
-    pieces = [QuerySpan(i, int(rng.integers(40, 52)), 8, 0) for i in range(60)]
+    pieces = [Chunk(i, int(rng.integers(40, 52)), 8, 0) for i in range(60)]
     groups = _group(pieces, most)
     assert sorted(p.slot for group in groups for p in group) == list(range(60))
     seen = [len(group) * max(p.start + p.count for p in group) for group in groups]

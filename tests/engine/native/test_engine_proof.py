@@ -22,7 +22,7 @@ from tidemill.core.errors import EngineFailed, PolicyMismatch
 from tidemill.core.executors import background
 from tidemill.core.types import GenerateRequest, SamplingParams, Version
 from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
-from tidemill.engine.native import between_steps
+from tidemill.engine.native import weight_updates
 from tidemill.engine.native.staged_weights import Staging, serve
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import serving_slices
@@ -111,7 +111,7 @@ async def test_the_transport_of_an_engine_limits_the_updates_it_takes():
 @pytest.mark.parametrize("chunk", [1, 7])
 async def test_a_prompt_that_straddles_a_commit_is_computed_again(chunk, monkeypatch):
     """All its tokens are the new version's: were half of its KV the old one's, its logprobs would be nobody's."""
-    monkeypatch.setattr(between_steps, "TURN_S", math.inf)
+    monkeypatch.setattr(weight_updates, "TURN_S", math.inf)
     receiver, new = MemoryReceiver(), decoder(seed=1)
     under_test = engine(receiver=receiver, prefill_chunk=chunk, page_size=4)
     scheduler, params = under_test._scheduler, SamplingParams(max_tokens=6, seed=3)

@@ -3,7 +3,7 @@
 A row's bits depend only on its own tokens and the weights. A kernel chooses its order of summation by the shape of its
 input, so here every shape is fixed: a step is cut into blocks of BLOCK tokens (the last one is padded), and decoder, head
 and sampler only ever see whole blocks. Only a row's place in its block and the other rows there can vary. The kernels do
-not depend on either, which `invariance_check` verifies. (The bits are those of one machine, one number of threads and one
+not depend on either, which `check_machine` verifies. (The bits are those of one machine, one number of threads and one
 page size.)
 
 Attention has one path: each token, decoding or of a prompt, is a row with one query that walks over its keys in tiles of
@@ -18,23 +18,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from tidemill.core.errors import ConfigError
 from tidemill.core.types import MOST_TOP_LOGPROBS
 from tidemill.engine.native.paged_attention import PagedCache
 from tidemill.engine.native.runner import Output, Probe, Probed
 from tidemill.engine.native.sampler import RowParams, Sampled, alternatives, sample
 from tidemill.engine.native.scheduler import Plan
 from tidemill.engine.native.staged_weights import Weights
-from tidemill.models.decoder import Attend
+from tidemill.models.decoder import Attend, Decoder, RMSNorm
 
 BLOCK = 32  # rows: a multiple of the widest unrolled vector loop, whose remainder would be computed by another formula
 TILE = 64  # keys of a tile, at least
+PROMPT = -(-2 * TILE // BLOCK) * BLOCK  # tokens of the check: more than one tile, whole blocks
 ALIGN = 16  # floats of a cache line: operands of a batch of products begin at one, or they would round differently
 LOWEST = -1e30  # start of a running maximum: below every score, and finite, so that LOWEST - LOWEST is 0
 
@@ -210,3 +214,61 @@ def _probe(hidden: Tensor, head: Tensor, probe: Probe) -> Probed:
         chosen = logprobs.gather(1, torch.from_numpy(probe.targets[rows])[:, None]).squeeze(1).numpy()
         parts.append((chosen, *alternatives(logprobs, probe.top_k)))
     return Probed(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+@torch.inference_mode()
+def check_machine(weights: Weights, page_size: int) -> None:
+    """Raise ConfigError if a row's bits depend on its place or on the other rows of a block.
+
+    No library promises that they do not. It mostly depends on the number of threads: with three of them a vector loop may be
+    cut in the middle of a row, and its remainder is computed by another formula. So an engine checks before it serves, with
+    its own weights: a sequence is computed in order, then its last block again in other orders and among other rows. Inputs
+    and outputs of every module are compared, because a difference in the last place may be rounded away before the end.
+    """
+    pages = -(-PROMPT // page_size)
+    cache = PagedCache(weights.decoder.arch, pages + 1, page_size, torch.float32, torch.device("cpu"))
+    table = np.arange(1, pages + 1)[None]
+
+    def values(positions: np.ndarray) -> list[Tensor]:
+        rows = Rows(positions * 7919 % len(weights.head), positions, np.zeros_like(positions), positions + page_size)
+        with _watched(weights.decoder) as seen:
+            logits = F.linear(compute(weights, cache, rows, table), weights.head)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        return [*seen, logits, logprobs, logprobs.exp()]
+
+    for begin in range(0, PROMPT - BLOCK, BLOCK):
+        values(np.arange(begin, begin + BLOCK))
+    block = np.arange(PROMPT - BLOCK, PROMPT)
+    expected = values(block)
+    every, odd = np.arange(BLOCK), np.arange(1, BLOCK, 2)
+    for order in (*(np.roll(every, by) for by in (1, 2, BLOCK // 2)), every[::-1].copy()):
+        company = block[order]
+        company[::2] -= block[0]
+        for positions, rows in ((block[order], every), (company, odd)):
+            found = values(positions)
+            if not all(_equal(f[rows], e[order[rows]]) for f, e in zip(found, expected, strict=True)):
+                raise ConfigError(
+                    f"engine.batch_invariant: on this machine, with {torch.get_num_threads()} threads, a row's bits depend "
+                    "on the rows beside it; give the engine one thread (placement.engine_threads=1) or turn it off"
+                )
+
+
+@contextmanager
+def _watched(decoder: Decoder) -> Iterator[list[Tensor]]:
+    """Collect the inputs and outputs of the decoder's norms and projections, all [BLOCK, ...]."""
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
+        seen.extend((given[0], result))
+
+    hooks = [m.register_forward_hook(keep) for m in decoder.modules() if isinstance(m, nn.Linear | RMSNorm)]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """True when two tensors are equal bit for bit, NaNs included."""
+    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,32 +16,23 @@ from tidemill.core.policy_version import PolicyKey
 REMEMBERED = 16384  # conversations; the oldest are dropped first
 
 
-@dataclass(frozen=True, slots=True)
-class _Episode:
-    salt: PolicyKey
-    length: int  # number of tokens so far
-    digest: bytes  # digest of the tokens
-
-
 class KeptConversations:
     """Salts of conversations, by key."""
 
     def __init__(self) -> None:
-        self._by_key: OrderedDict[str, _Episode] = OrderedDict()
+        self._by_key: OrderedDict[str, tuple[PolicyKey, int, bytes]] = OrderedDict()  # salt, length and digest of the tokens
 
     def remember(self, key: str, salt: PolicyKey, tokens: np.ndarray) -> None:
         """Note that the conversation `key` has reached `tokens` [T] int32."""
-        self._by_key[key] = _Episode(salt, len(tokens), _digest(tokens))
+        self._by_key[key] = salt, len(tokens), _digest(tokens)
         self._by_key.move_to_end(key)
         if len(self._by_key) > REMEMBERED:
             self._by_key.popitem(last=False)
 
     def salt(self, key: str, tokens: np.ndarray) -> PolicyKey | None:
         """The salt for a prompt that continues the conversation `key`; None for any other."""
-        episode = self._by_key.get(key)
-        if episode is None or len(tokens) <= episode.length or _digest(tokens[: episode.length]) != episode.digest:
-            return None
-        return episode.salt
+        salt, length, digest = self._by_key.get(key, (None, 0, b""))
+        return salt if len(tokens) > length and _digest(tokens[:length]) == digest else None
 
 
 def _digest(tokens: np.ndarray) -> bytes:

@@ -27,17 +27,17 @@ from tidemill.core.interfaces import Capabilities, EngineStats
 from tidemill.core.types import Array, Completion, Finish, GenerateRequest, InFlight, Scored, Telemetry, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.native.activity import Activity
-from tidemill.engine.native.batch_invariant import run_invariant
+from tidemill.engine.native.batch_invariant import check_machine, run_invariant
 from tidemill.engine.native.cache_size import device_of, pages_of
 from tidemill.engine.native.cuda_graphs import paged_cache
 from tidemill.engine.native.engine_settings import EngineSettings
-from tidemill.engine.native.invariance_check import check_machine
 from tidemill.engine.native.kept_conversations import KeptConversations
 from tidemill.engine.native.kv_blocks import BlockManager
 from tidemill.engine.native.paged_attention import PagedCache
 from tidemill.engine.native.request_state import (
     EXTRAS,
     ActiveRequest,
+    RequestTable,
     Slots,
     Stream,
     check_request,
@@ -47,7 +47,6 @@ from tidemill.engine.native.request_state import (
     record_details,
     scored,
 )
-from tidemill.engine.native.request_table import RequestTable
 from tidemill.engine.native.runner import Output, Probed, UnderWay, launch, run
 from tidemill.engine.native.scheduler import Plan, Scheduler, Sequence
 from tidemill.engine.native.staged_weights import Staging, serve

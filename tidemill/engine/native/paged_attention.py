@@ -67,16 +67,6 @@ class ChunkBlock:
     mask: Tensor  # [rows, 1, C, T] bool: may be seen
 
 
-@dataclass(slots=True)
-class QuerySpan:
-    """Queries [start, start + count) of one sequence, which may see the keys before `start + count`."""
-
-    slot: int
-    start: int
-    count: int
-    row: int
-
-
 class PagedCache:
     """The KV pages of all layers, and the attention over them."""
 
@@ -170,7 +160,7 @@ class PagedCache:
         """The decoder's `attend` for one step. `table` [slots, pages of a sequence] is the scheduler's."""
         if self._native is not None:
             return self._attend_natively(self._native, plan, table)
-        chunks = self.chunk_blocks(plan.chunks, table)
+        chunks = {w: self._chunk_blocks(plan.chunks, table, w) for w in set(self.windows)}
         writes = self.write_index(plan.writes)
         decode = {w: self._decode_blocks(plan, table, w) for w in set(self.windows)}
 
@@ -276,20 +266,17 @@ class PagedCache:
             first = last
         return blocks
 
-    def chunk_blocks(self, chunks: Sequence[Chunk], table: np.ndarray) -> dict[int | None, list[ChunkBlock]]:
-        """Blocks for `attend_chunks`, by the windows that layers have."""
-        return {w: self._chunk_blocks(chunks, table, w) for w in set(self.windows)}
-
     def _chunk_blocks(self, chunks: Sequence[Chunk], table: np.ndarray, window: int | None) -> list[ChunkBlock]:
+        """Blocks for `attend_chunks`, of layers with this window."""
         pieces = [
-            QuerySpan(c.slot, c.start + at, min(QUERY_BLOCK, c.count - at), c.row + at)
+            Chunk(c.slot, c.start + at, min(QUERY_BLOCK, c.count - at), c.row + at)
             for c in chunks
             for at in range(0, c.count, QUERY_BLOCK)
         ]
         keys = GATHER_BYTES[self.device.type] // self._row_bytes
         return [self._chunk_block(group, table, window) for group in _group(pieces, keys)]
 
-    def _chunk_block(self, group: list[QuerySpan], table: np.ndarray, window: int | None) -> ChunkBlock:
+    def _chunk_block(self, group: list[Chunk], table: np.ndarray, window: int | None) -> ChunkBlock:
         slots, starts, counts, rows = (
             np.array([getattr(p, name) for p in group]) for name in ("slot", "start", "count", "row")
         )
@@ -357,9 +344,9 @@ def _first_page(lengths: np.ndarray, window: int | None, page_size: int) -> np.n
     return np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // page_size
 
 
-def _group(pieces: list[QuerySpan], most: int) -> list[list[QuerySpan]]:
-    """Groups of pieces of similar size, as long as padding stays small. most: keys of one group."""
-    groups: list[list[QuerySpan]] = []
+def _group(pieces: list[Chunk], most: int) -> list[list[Chunk]]:
+    """Groups of pieces of chunks of similar size, as long as padding stays small. most: keys of one group."""
+    groups: list[list[Chunk]] = []
     work = padded = queries = keys = seen = 0
     for piece in sorted(pieces, key=lambda p: (-p.count, -(p.start + p.count))):
         end = piece.start + piece.count

@@ -17,13 +17,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.engine.native.logit_adjustments import Adjustment
+from tidemill.core.types import SamplingParams
 from tidemill.models.kernels.cpu.bindings import Native
 from tidemill.models.kernels.cuda.launchers import Gpu
 
 BLOCK = 256  # tokens of the vocabulary in one block of the two-level search
+NEVER = -1e9  # a logit of probability 0; finite, so that a row of such logits is still a distribution
 CANDIDATES = 256  # a truncated row's tokens are first searched among this many likeliest ones
 _STEP, _FIRST, _SECOND = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """The changes of one row of a step to its logits before sampling.
+
+    They apply in this order: the repetition penalty of Keskar et al. (2019) on the model's own logits, the frequency and
+    presence penalties of OpenAI's interface, the bias, and `min_tokens`.
+    """
+
+    params: SamplingParams
+    ends: tuple[int, ...]  # ids that end the reply
+    prompt: np.ndarray  # [P] token ids
+    reply: np.ndarray  # [n] token ids sampled so far
+
+    def apply(self, logits: Tensor) -> None:
+        """Change `logits` [V] float32 in place."""
+        asked, device = self.params, logits.device
+        if asked.repetition_penalty != 1:
+            seen = _indices(np.union1d(self.prompt, self.reply), device)
+            own = logits[seen]
+            logits[seen] = torch.where(own > 0, own / asked.repetition_penalty, own * asked.repetition_penalty)
+        if asked.frequency_penalty or asked.presence_penalty:
+            ids, counts = np.unique(self.reply, return_counts=True)
+            taken = asked.frequency_penalty * counts + asked.presence_penalty
+            logits[_indices(ids, device)] -= torch.from_numpy(taken).to(device, logits.dtype)
+        if asked.logit_bias:
+            ids, added = zip(*asked.logit_bias, strict=True)
+            logits[_indices(np.array(ids), device)] += torch.tensor(added, dtype=logits.dtype, device=device)
+        if len(self.reply) < asked.min_tokens and self.ends:
+            logits[_indices(np.array(self.ends), device)] = NEVER
 
 
 @dataclass(slots=True)
@@ -196,3 +228,7 @@ def _rows(selected: np.ndarray, device: torch.device) -> Tensor:
 
 def _flat(column: Tensor) -> np.ndarray:
     return column.squeeze(1).cpu().numpy()
+
+
+def _indices(ids: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(ids.astype(np.int64)).to(device)

@@ -3,7 +3,7 @@
     receive -> copy into the spare decoder -> fingerprint the staged weights -> compare     (the commit is the engine's)
     after the commit: verify the weights that are served now
 
-All of it is done in pieces, between which steps are taken: see `between_steps`.
+All of it is done in pieces, between which steps are taken: see `weight_updates.in_turns`.
 The fingerprint is taken of the staged decoder, not of the received data, so it covers the copy as well. Two decoders take
 turns, so staging allocates nothing and generation continues meanwhile. A commit that changed only the label, or the decoder
 without its head or without the weights of decoding steps, is found before its version is confirmed: the sums of the bytes in

@@ -22,12 +22,13 @@ from tidemill.core.policy_version import PolicyKey
 from tidemill.core.types import InFlight, Version
 from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.engine.native.activity import Activity
-from tidemill.engine.native.between_steps import in_turns
 from tidemill.engine.native.scheduler import Scheduler, Sequence
 from tidemill.engine.native.staged_weights import Staging, Weights
 from tidemill.models.piecewise import Work, at_once
 
 T = TypeVar("T")
+TURN_S = 0.0025  # half of the 5 ms by which a step may be delayed; the rest is for the last piece and for cold caches
+SHARE = 1 / 20  # of the time since the last turn: even with slow steps the work ends in 20 times its own time
 
 
 class WeightUpdater:
@@ -169,3 +170,32 @@ class WeightUpdater:
         """True if a sequence has begun under this salt and has sampled nothing yet."""
         begun = sequence.slot >= 0 and not sequence.released and sequence.salt == salt
         return begun and self._scheduler.length[sequence.slot] == len(sequence.prompt)
+
+
+async def in_turns(work: Work[T], note: Callable[[float, float], None], check: Callable[[], None]) -> T:
+    """Do `work` in small turns between an engine's steps. It ends when this is cancelled or `check` raises.
+
+    It needs no thread, so nothing competes with the threads that compute a step, neither for cores nor for the interpreter.
+    The engine's loop and this one each come once in a round of the event loop. Without steps, turn follows turn, and calls
+    and heartbeats are answered between them.
+
+    note: called with the beginning and the end of each turn, by the monotonic clock.
+    """
+    ended = time.monotonic()
+    try:
+        while True:
+            await asyncio.sleep(0)  # first, because earlier work in this round, such as a commit, delays the step too
+            check()
+            begin = time.monotonic()
+            until = begin + max(TURN_S, SHARE * (begin - ended))
+            try:
+                next(work)
+                while time.monotonic() < until:
+                    next(work)
+            except StopIteration as done:
+                return done.value
+            finally:
+                ended = time.monotonic()
+                note(begin, ended)
+    finally:
+        work.close()
