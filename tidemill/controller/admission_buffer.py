@@ -50,15 +50,10 @@ class Buffer:
         self.batch, self.window, self.max_lag = batch, window, max_lag
         self.slots = (max_lag + 1) * batch - window + 1
         self._live: OrderedDict[int, Group | None] = OrderedDict.fromkeys(live)  # admitted, not yet taken; oldest first
-        self._used = len(self._live)
-        self._next_id = next_id
+        self.used = len(self._live)  # slots in use: groups that were admitted and not yet released or dropped
+        self.next_id = next_id  # of the next group to be admitted
         self._quota = None if total is None else total - len(self._live)  # groups that may still be admitted
         self._changed = asyncio.Condition()  # bounded: nothing waits while it holds it
-
-    @property
-    def used(self) -> int:
-        """Slots in use: groups that were admitted and not yet released or dropped."""
-        return self._used
 
     @property
     def ready(self) -> int:
@@ -69,21 +64,16 @@ class Buffer:
         """True when `take(places)` would return at once."""
         return self._candidate(places) is not None
 
-    @property
-    def next_id(self) -> int:
-        """The id of the next group to be admitted."""
-        return self._next_id
-
     async def admit(self) -> int:
         """Wait for a slot and return the id of the group that may now be rolled out."""
         async with self._changed:
             # bounded: slots come back with each publication, whose calls have deadlines
-            await self._changed.wait_for(lambda: self._used < self.slots and (self._quota is None or self._quota > 0))
-            self._used += 1
+            await self._changed.wait_for(lambda: self.used < self.slots and (self._quota is None or self._quota > 0))
+            self.used += 1
             if self._quota is not None:
                 self._quota -= 1
-            group_id = self._next_id
-            self._next_id += 1
+            group_id = self.next_id
+            self.next_id += 1
             self._live[group_id] = None
             return group_id
 
@@ -99,7 +89,7 @@ class Buffer:
         """Give up a group that will not be trained on, and free its slot at once."""
         async with self._changed:
             del self._live[group_id]
-            self._used -= 1
+            self.used -= 1
             if self._quota is not None:
                 self._quota += 1
             self._changed.notify_all()
@@ -123,14 +113,14 @@ class Buffer:
         """Wait until nothing is being rolled out, and nothing more may be until slots are released."""
         async with self._changed:
             # bounded: an episode and its judging have limits
-            await self._changed.wait_for(lambda: (self._used == self.slots or self._quota == 0) and all(self._live.values()))
+            await self._changed.wait_for(lambda: (self.used == self.slots or self._quota == 0) and all(self._live.values()))
 
     async def release(self, count: int) -> None:
         """Free `count` slots: the engines hold the weights of the step that trained on those groups."""
         async with self._changed:
-            if count > self._used:
-                raise ValueError(f"release({count}) with {self._used} slots in use")
-            self._used -= count
+            if count > self.used:
+                raise ValueError(f"release({count}) with {self.used} slots in use")
+            self.used -= count
             self._changed.notify_all()
 
     def _candidate(self, places: int) -> Group | None:

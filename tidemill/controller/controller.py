@@ -44,7 +44,6 @@ PATIENCE_S = 3.0  # wait for the last checkpoint before the user is told of it
 class Observer(Protocol):
     """Receiver of the loop's events, in order. It cannot change what happens."""
 
-    def admitted(self, group_id: int) -> None: ...
     def rolled_out(self, group: Group, dropped: str | None) -> None: ...
     async def trained(
         self, step: int, groups: Sequence[Group], samples: Sequence[Sample], result: TrainResult, metrics: Metrics
@@ -153,7 +152,6 @@ class Controller:
             task = self.task_at(group_id)
             with self.timeline.phase("ledger"):
                 self.ledger.admit(group_id, task)
-            self.observer.admitted(group_id)
             fault_injection.reach(ROLE, "admit", group_id)
             await self._roll_out(group_id, task)
 
@@ -180,12 +178,17 @@ class Controller:
         """Hand a finished group to the trainer, or drop it for its reason."""
         reason = self.algorithm.drop_reason(group)
         self.observer.rolled_out(group, reason)
-        self._watch_outcomes(group)
+        # A broken verifier must not look like a policy that earns nothing: see `circuit_breaker`.
+        why = self.gate.judged(group.id, group.task.env, [t.outcome for t in group.ends])
+        if why is not None:
+            raise RunFailed(why)
         if reason is None:
             self._drops = Drops()
             await self.buffer.put(group)
         else:
-            self._watch_drops(group, reason)
+            self._drops.add(group, reason)
+            if self._drops.count >= self.schedule.barren * self.buffer.batch:  # it would go on for ever
+                raise RunFailed(self._drops.cause())
             with self.timeline.phase("ledger"):
                 self.ledger.drop(group.id, reason)
             await self.buffer.drop(group.id)
@@ -305,21 +308,20 @@ class Controller:
         Evaluation belongs here because it is pinned: the next version is not published before it has ended.
         """
         fault_injection.reach(ROLE, "publish", step)
-        served = [await self._publish_policy(Version(step, self.schedule.incarnation, policy)) for policy in self.policies]
+        served = list[Version]()
+        for policy in self.policies:
+            version = await self.publisher.publish(Version(step, self.schedule.incarnation, policy))
+            self.versions[version.key] = version
+            with self.timeline.phase("ledger"):
+                self.ledger.publish(version)
+            self.observer.published(version)
+            served.append(version)
         await self.buffer.release(trained)  # groups admitted from here on begin with these weights
         last = step == self.schedule.steps
         if self.hooks.evaluate and (last or self._due(step, self.schedule.eval_every)):
             results = await self.hooks.evaluate(served[0])
             self.ledger.evaluation(step, results)
             self.observer.evaluated(step, results)
-        return served
-
-    async def _publish_policy(self, version: Version) -> Version:
-        served = await self.publisher.publish(version)
-        self.versions[served.key] = served
-        with self.timeline.phase("ledger"):
-            self.ledger.publish(served)
-        self.observer.published(served)
         return served
 
     async def _checkpoint(self, tasks: asyncio.TaskGroup, step: int) -> None:
@@ -368,21 +370,6 @@ class Controller:
         for group in groups:
             if group.oldest is not None and step - group.oldest > self.buffer.max_lag:
                 raise AssertionError(f"group {group.id} is {step - group.oldest} versions old at step {step}: bound broken")
-
-    def _watch_outcomes(self, group: Group) -> None:
-        """End the run when the breaker gives up on a verifier.
-
-        A broken verifier must not look like a policy that earns nothing: see `circuit_breaker`.
-        """
-        why = self.gate.judged(group.id, group.task.env, [t.outcome for t in group.ends])
-        if why is not None:
-            raise RunFailed(why)
-
-    def _watch_drops(self, group: Group, reason: str) -> None:
-        """End the run when too many groups in a row carry no gradient: it would go on for ever."""
-        self._drops.add(group, reason)
-        if self._drops.count >= self.schedule.barren * self.buffer.batch:
-            raise RunFailed(self._drops.cause())
 
 
 def first_cause(failures: BaseExceptionGroup) -> BaseException:

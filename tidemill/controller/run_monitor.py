@@ -157,9 +157,6 @@ class Monitor:
     def header(self, lines: Sequence[str]) -> None:
         self._display.header(lines)
 
-    def admitted(self, group_id: int) -> None:
-        pass
-
     def rolled_out(self, group: Group, dropped: str | None) -> None:
         count(self._window, group, dropped)
         if dropped:
