@@ -16,8 +16,7 @@ from tidemill.core.types import Task
 from tidemill.envs.build_environment import reward_environment
 from tidemill.envs.python_tasks import splits_of
 from tidemill.envs.reward_workers.reward_pool import RewardPool
-from tidemill.envs.tasks import task_of
-from tidemill.envs.trl_rows import with_prompt
+from tidemill.envs.tasks import task_of, with_prompt
 
 
 def user(text: str, **more: Any) -> dict[str, Any]:

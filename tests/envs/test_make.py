@@ -339,7 +339,7 @@ def test_every_epoch_holds_each_task_once_in_another_order():
 def test_settings_load_nothing_heavy():
     import subprocess
 
-    code = "import sys, tidemill.envs.environment_settings, tidemill.envs.reward_workers.scoring_settings; "
+    code = "import sys, tidemill.envs.environment_settings; "
     code += "print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr

@@ -33,7 +33,7 @@ from tidemill.run.storage.model_folder import ModelFolder
 from tidemill.runtime import local, wire_format
 from tidemill.runtime.process_logs import Log
 from tidemill.runtime.role_host import REPORT_LENGTH, Ready
-from tidemill.runtime.rpc import RpcServer, connect
+from tidemill.runtime.rpc import Connection, RpcServer
 from tidemill.runtime.wire_format import Call, Cancel, Done, Failed, Hello, Ping, failure
 from tidemill.runtime.workers.child import WorkerProcess
 from tidemill.runtime.workers.frames import CallBegan, CallFailure, CallResult, WorkerNote, WorkerPing
@@ -74,7 +74,7 @@ def calls(folder: Path) -> Iterator[Attack]:
         async def start() -> tuple[RpcServer, asyncio.Task[None], Any]:
             server = RpcServer(Serving(), Small, TOKEN, max_frame=1 << 20)
             address = server.bind(f"ipc://{place}/rpc")
-            return server, asyncio.create_task(server.run()), connect(Small, address, TOKEN, "server", deadline=10)
+            return server, asyncio.create_task(server.run()), Connection(Small, address, TOKEN, "server", deadline=10)
 
         async def attack(messages: list[list[bytes]]) -> None:
             context = zmq.asyncio.Context()
@@ -107,7 +107,7 @@ def replies(folder: Path) -> Iterator[Attack]:
             context = zmq.asyncio.Context()
             router = context.socket(zmq.ROUTER)
             router.bind(f"ipc://{place}/rpc")
-            connection = connect(Small, f"ipc://{place}/rpc", TOKEN, "server", deadline=10)
+            connection = Connection(Small, f"ipc://{place}/rpc", TOKEN, "server", deadline=10)
             try:
                 call = asyncio.create_task(connection.proxy.echo(np.arange(3)))
                 identity = (await router.recv_multipart())[0]

@@ -141,7 +141,7 @@ class Echoing:
 told: list[int] = []  # by whoever starts it: with how many threads to compute
 
 
-async def build(spec: dict[str, Any]) -> tuple[object, type]:
+def build(spec: dict[str, Any]) -> tuple[object, type]:
     match spec.get("start"):
         case "value":
             raise ConfigError("model='nope': expected a folder")
@@ -151,7 +151,7 @@ async def build(spec: dict[str, Any]) -> tuple[object, type]:
             print("about to go", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         case "hangs":
-            await asyncio.Event().wait()
+            time.sleep(600)
         case "forks":
             if os.fork() == 0:
                 time.sleep(600)

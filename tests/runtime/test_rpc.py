@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tidemill.core import serialization
 from tidemill.core.errors import CodecError, PeerDied, PeerTimeout, RemoteError
 from tidemill.core.types import SamplingParams
-from tidemill.runtime.rpc import Connection, RpcServer, connect
+from tidemill.runtime.rpc import Connection, RpcServer
 from tidemill.runtime.wire_format import Call, Cancel, Failed, Hello, Reply, methods_of, rebuild
 
 TOKEN = "t" * 64
@@ -35,7 +35,7 @@ async def hosted(address: str = "", **options) -> AsyncIterator[tuple[RpcServer,
         server = RpcServer(Echoing({"role": "", "name": ""}), Echo, TOKEN, **options)
         address = server.bind(address or f"ipc://{folder}/rpc")
         serving = asyncio.create_task(server.run())
-        connection = connect(Echo, address, TOKEN, "echo", deadline=10, **options)
+        connection = Connection(Echo, address, TOKEN, "echo", deadline=10, **options)
         try:
             yield server, connection, address
         finally:
@@ -93,7 +93,7 @@ async def ask(address: str, *frames: bytes, wait_ms: int = 300) -> Reply | None:
 
 async def test_a_call_that_is_late_is_cancelled_at_the_peer() -> None:
     async with hosted() as (_, connection, address), asyncio.timeout(20):
-        hasty = connect(Echo, address, TOKEN, "echo", deadline=0.2)
+        hasty = Connection(Echo, address, TOKEN, "echo", deadline=0.2)
         with pytest.raises(PeerTimeout):
             await hasty.proxy.hold("late")
         while await connection.proxy.cancelled() != ["late"]:
@@ -109,7 +109,7 @@ async def test_only_the_token_opens() -> None:
         assert await ask(address, *call) is None
         assert server.refused == 3
         assert await ask(address, TOKEN.encode(), *call, wait_ms=10_000) is not None
-        stranger = connect(Echo, address, "other", "echo", deadline=0.3)
+        stranger = Connection(Echo, address, "other", "echo", deadline=0.3)
         with pytest.raises(PeerTimeout):
             await stranger.proxy.pid()
         await stranger.close()
@@ -200,7 +200,7 @@ async def test_a_peer_that_talks_nonsense_counts_as_dead() -> None:
         context = zmq.asyncio.Context()
         router = context.socket(zmq.ROUTER)
         router.bind(f"ipc://{folder}/rpc")
-        connection = connect(Echo, f"ipc://{folder}/rpc", TOKEN, "echo", deadline=10)
+        connection = Connection(Echo, f"ipc://{folder}/rpc", TOKEN, "echo", deadline=10)
         call = asyncio.create_task(connection.proxy.pid())
         identity = (await router.recv_multipart())[0]
         await router.send_multipart([identity, b"\xc1"])
@@ -217,7 +217,7 @@ async def test_a_reply_above_the_limit_breaks_the_connection_within_the_deadline
         server = RpcServer(Echoing({"role": "", "name": ""}), Echo, TOKEN)
         address = server.bind(f"ipc://{folder}/rpc")
         serving = asyncio.create_task(server.run())
-        connection = connect(Echo, address, TOKEN, "echo", deadline=0.5, max_frame=1000)
+        connection = Connection(Echo, address, TOKEN, "echo", deadline=0.5, max_frame=1000)
         async with asyncio.timeout(20):
             with pytest.raises(PeerTimeout):
                 await connection.proxy.describe("ab", SamplingParams(), 2000)
@@ -235,7 +235,7 @@ async def test_hello_compares_the_methods() -> None:
 
     async with hosted() as (_, connection, address):
         await connection.hello(5)
-        other = connect(More, address, TOKEN, "echo")
+        other = Connection(More, address, TOKEN, "echo")
         with pytest.raises(ValueError, match="echo does not serve more"):
             await other.hello(5)
         await other.close()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tidemill.core.errors import Overdue
@@ -44,45 +44,33 @@ async def bounded(work: Coroutine[Any, Any, T], limit_s: float) -> T:
 
 
 async def bounded_call(work: Callable[[], T], limit_s: float) -> T:
-    """Call a blocking function in a thread of its own and wait for at most `limit_s` seconds.
-
-    Raises Overdue at the limit. The thread then goes on by itself, because nothing can end it.
-    """
-    loop, told = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def tell(result: Any, error: Exception | None) -> None:
-        if not told.done():
-            told.set_result(result) if error is None else told.set_exception(error)
+    """Call a blocking function in a thread of its own, which goes on by itself after `limit_s` (Overdue)."""
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # from here on nobody can cancel it
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = work()
-        except StopIteration as stop:  # a future refuses this exception
-            error = RuntimeError(f"StopIteration: {stop}")
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell, result, error)
+            result.set_result(work())
+        except BaseException as error:
+            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which asyncio refuses
+            result.set_exception(error if plain else RuntimeError(f"{type(error).__name__}: {error}"))
 
+    waiting = asyncio.wrap_future(result)
     threading.Thread(target=run, name="user code", daemon=True).start()
-    await asyncio.wait({told}, timeout=limit_s)
-    if not told.done():
-        told.cancel()
-        raise Overdue(f"no result within {limit_s:g} s")
-    return told.result()
+    try:
+        await asyncio.wait({waiting}, timeout=limit_s)
+        if not waiting.done():
+            raise Overdue(f"no result within {limit_s:g} s")
+        return waiting.result()
+    finally:
+        waiting.cancel()  # what comes later is dropped
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
-    """Retrieve a task's exception, so that the event loop does not report it as never retrieved.
-
-    The caller may have been cancelled at the same time, and would then not have looked.
-    """
+    """Retrieve a task's exception, which asyncio would report if a cancelled caller did not look."""
     _abandoned.discard(task)
     if not task.cancelled():
-        task.exception()
+        task.exception()  # bounded: the task has ended
 
 
 async def _contained(work: Coroutine[Any, Any, T]) -> T:

@@ -13,37 +13,34 @@ from tidemill.envs.environment import FunctionEnvironment, SingleTurn
 from tidemill.envs.environment_mixture import Several
 from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSettings, ReasoningGymSettings, RowsSettings
 from tidemill.envs.guess import guess_game
-from tidemill.envs.judge import Scorer
 from tidemill.envs.python_tasks import TaskSource, splits_of
 from tidemill.envs.reasoning_gym import reasoning_gym
 from tidemill.envs.reward_list import Reward, judge_of
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.envs.task_files import row_splits, rows
 from tidemill.envs.tasks import check_splits, columns_of
 
 
-def make_environment(settings: AnyEnv | tuple[AnyEnv, ...], scorer: Scorer) -> Environment:
-    """The environment that `settings` describe; `scorer` runs its reward functions.
-
-    Raises ConfigError, in one sentence, when something in it cannot be used.
-    """
+def make_environment(settings: AnyEnv | tuple[AnyEnv, ...], pool: RewardPool) -> Environment:
+    """The environment that `settings` describe. Raises ConfigError when something in it cannot be used."""
     match settings:
         case tuple():
-            parts = {each.name: make_environment(each, scorer) for each in settings}
+            parts = {each.name: make_environment(each, pool) for each in settings}
             return Several(parts, {each.name: each.weight for each in settings})
         case ReasoningGymSettings():
-            return reasoning_gym(settings, scorer)
+            return reasoning_gym(settings, pool)
         case RowsSettings():
-            return rows(settings, scorer)
+            return rows(settings, pool)
         case GuessSettings():
             return _checked(guess_game(settings))
         case PythonSettings():
-            return _from_file(settings, scorer)
+            return _from_file(settings, pool)
 
 
 def reward_environment(
     reward: Reward | Sequence[Reward],
     tasks: TaskSource,
-    scorer: Scorer,
+    pool: RewardPool,
     *,
     name: str = "",
     share: float = 0.1,
@@ -54,19 +51,17 @@ def reward_environment(
 
     source: a folder to which the source of a function without a file may be written, for the scoring workers.
     """
-    judge = judge_of(reward, scorer, weights=weights, source=source)
+    judge = judge_of(reward, pool, weights=weights, source=source)
     splits = splits_of(tasks, name or judge.name, share)
-    check_splits(name or judge.name, splits, prompts_apart=True)
+    made = SingleTurn(name or judge.name, splits, judge)
     judge.check(columns_of([*splits["train"], *splits["eval"]]))
-    return SingleTurn(name or judge.name, splits, judge)
+    return made
 
 
-def _from_file(settings: PythonSettings, scorer: Scorer) -> Environment:
-    """The environment in a user's file: an environment object, or reward functions with tasks.
-
-    Tasks of reward functions are rows of `data`, or come from `tasks` in the same file.
-    """
-    tasks = row_splits(settings).__getitem__ if settings.data else None
+def _from_file(settings: PythonSettings, pool: RewardPool) -> Environment:
+    """The environment in a user's file: an environment object, or reward functions with tasks."""
+    rows_of = RowsSettings(**settings.model_dump(include={"data", "eval_data", "eval_share"})) if settings.data else None
+    tasks = row_splits(rows_of).__getitem__ if rows_of else None
     objects = [load_object(path) for path in settings.paths]
     found, path = objects[0], settings.paths[0]
     if isinstance(settings.path, str) and isinstance(found, FunctionEnvironment):
@@ -83,7 +78,7 @@ def _from_file(settings: PythonSettings, scorer: Scorer) -> Environment:
     return reward_environment(
         settings.path,
         tasks or _tasks_beside(settings.paths),
-        scorer,
+        pool,
         name=Path(place).stem if place.endswith(".py") else place.rpartition(".")[2],
         share=settings.eval_share,
         weights=settings.reward_weights,

@@ -43,10 +43,7 @@ HERE = 10_000  # a message of at most so many characters is tokenized on the eve
 
 
 def rollout_seeds(run_seed: int, group: int, sample: int, seat: int = 0) -> Callable[[int], int]:
-    """The function from turn to sampling seed for one seat's episode.
-
-    Evaluation derives its seeds with another first word than "rollout".
-    """
+    """The sampling seed by turn for one seat's episode. Evaluation has another first word than "rollout"."""
     return lambda turn: derive_seed(run_seed, "rollout", group, sample, seat, turn)
 
 
@@ -68,10 +65,9 @@ class EpisodeChat:
         vocab: int | None = None,
         extras: Sequence[TokenExtra] = (),
     ) -> None:
-        """params: sampling with the stop ids; its seed is replaced. context: the limit in tokens.
+        """params: with the stop ids; its seed is replaced. context: the limit in tokens. key: the episode's in the engine.
 
-        key: the episode's name in the engine. seeds: from turn 0, 1, ... to its seed. vocab: size of the vocabulary.
-        extras: recorded for each token."""
+        seeds: from turn 0, 1, ... to its seed. vocab: size of the vocabulary. extras: recorded for each token."""
         self._engine, self._tokenizer, self._params, self._context = engine, tokenizer, params, context
         self._key, self._seeds, self._policy, self._sample, self._seat = key, seeds, policy, sample, seat
         self._vocab, self._extras = vocab, extras
@@ -91,18 +87,12 @@ class EpisodeChat:
 
     @property
     def sampled(self) -> int:
-        """Tokens that the policy has sampled so far."""
         return sum(len(reply.tokens) for reply in self._replies)
 
     @property
     def length(self) -> int:
         """Tokens of the conversation so far."""
-        return sum(map(len, self._given)) + sum(len(reply.tokens) for reply in self._replies)
-
-    @property
-    def text(self) -> str:
-        """Text of the last reply."""
-        return self._text
+        return sum(map(len, self._given)) + self.sampled
 
     async def reply(
         self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
@@ -116,10 +106,11 @@ class EpisodeChat:
             raise self._over
         self._busy = True
         try:
-            large = _size(message) > HERE
-            added = await in_thread(self._added, message) if large else self._added(message)
+            messages = as_messages(message)
+            large = sum(len(str(each.get("content") or "")) for each in messages) > HERE
+            added = await in_thread(self._added, messages) if large else self._added(messages)
             text = await self._turn(added, count_of(max_tokens), bool(last))
-            self._said += [*map(_heard, as_messages(message)), Said("assistant", text, policy=True)]
+            self._said += [*map(_heard, messages), Said("assistant", text, policy=True)]
             return text
         finally:
             self._busy = False
@@ -149,9 +140,8 @@ class EpisodeChat:
         check_row(record)
         return record
 
-    def _added(self, message: str | Sequence[Mapping[str, Any]]) -> Array:
-        """The tokens that a message adds. Raises ContextFull or ValueError when no reply would fit."""
-        messages = as_messages(message)
+    def _added(self, messages: Messages) -> Array:
+        """The tokens that messages add. Raises ContextFull or ValueError when no reply would fit."""
         try:
             added = self._rendered(messages)
         except Exceeds as error:  # too long to be encoded at all
@@ -217,13 +207,6 @@ class EpisodeChat:
             **self._cut,
             **{name: float(count) for name, count in self._renderer.figures.items() if count},
         }
-
-
-def _size(message: str | Sequence[Mapping[str, Any]]) -> int:
-    """The approximate number of characters of a message."""
-    return (
-        sum(len(str(m.get("content") or "")) for m in as_messages(message)) if not isinstance(message, str) else len(message)
-    )
 
 
 def count_of(max_tokens: Any) -> int | None:

@@ -101,10 +101,7 @@ class Pool:
         self.retired[index] |= bool(self._retire) and whole and passed >= self._retire * len(scored)
 
     def _is_shuffled(self, group_id: int) -> bool:
-        """True for a shuffled turn, decided by a hash of the group's id.
-
-        Chance avoids any rhythm shared with the cycle of environments; the id makes a resume decide the same.
-        """
+        """True for a shuffled turn: by chance, without a rhythm, and the same again after a resume."""
         return derive_seed(self._seed, "turn", group_id) % EXPLORE[self._order] == 0
 
     def _preferred(self, group_id: int) -> Array:
@@ -126,10 +123,9 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An environment's tasks, and the index of the first among all tasks."""
-
     pool: Pool
-    first: int
+    first: int  # index of its first task among all
+    weight: int
 
 
 class Curriculum:
@@ -144,12 +140,12 @@ class Curriculum:
         weights: Mapping[str, int] | None = None,
     ) -> None:
         """weights: by environment, in the order of their tasks; groups come in proportion to them."""
-        self._tasks, self._weights = tasks, list((weights or {"": 1}).values())
+        self._tasks = tasks
         names = [task.env if weights else "" for task in tasks]
         self._parts: list[_Part] = []
-        for name in weights or [""]:
+        for name, weight in (weights or {"": 1}).items():
             own = derive_seed(seed, "tasks", name) if weights else seed
-            self._parts.append(_Part(Pool(names.count(name), own, order, retire), names.index(name)))
+            self._parts.append(_Part(Pool(names.count(name), own, order, retire), names.index(name), weight))
         self._expected: list[float] = []  # known pass rates of the tasks given since the last call of `figures`
 
     @cached_property
@@ -158,7 +154,6 @@ class Curriculum:
 
     @property
     def by_number(self) -> bool:
-        """True when the task of a group follows from its id alone."""
         return all(part.pool.by_number for part in self._parts)
 
     def matters_from(self, next_id: int) -> int:
@@ -169,8 +164,8 @@ class Curriculum:
         """
         if not self.by_number:
             return 0
-        turns = sum(self._weights)
-        rounds = [-(-part.pool.count * turns // weight) for part, weight in zip(self._parts, self._weights, strict=True)]
+        turns = sum(part.weight for part in self._parts)
+        rounds = [-(-part.pool.count * turns // part.weight) for part in self._parts]
         return max(0, next_id - (KEPT + 1) * max(rounds))
 
     def task_of(self, env: str, name: str) -> Task | None:
@@ -180,9 +175,7 @@ class Curriculum:
 
     def choose(self, group_id: int) -> Task | None:
         """The task for a group that is about to be admitted; None when all are retired. `give` records it."""
-        live = tuple(
-            0 if part.pool.retired.all() else weight for part, weight in zip(self._parts, self._weights, strict=True)
-        )
+        live = tuple(0 if part.pool.retired.all() else part.weight for part in self._parts)
         if not any(live):
             return None
         cycle, ranks = _cycle(live)
@@ -193,7 +186,6 @@ class Curriculum:
         return self._tasks[part.first + index]
 
     def give(self, group_id: int, task: Task) -> None:
-        """Record that the group was admitted with this task, which must be one of these."""
         part, index = self._place(self._numbers[task.env, task.id])
         rate = part.pool.rates[index]
         if not np.isnan(rate):
@@ -201,7 +193,6 @@ class Curriculum:
         part.pool.give(group_id, index)
 
     def learn(self, group_id: int, task: Task, rewards: Sequence[float]) -> None:
-        """Record the rewards of the attempts of a group, NaN for an attempt without a score."""
         part, index = self._place(self._numbers[task.env, task.id])
         part.pool.learn(group_id, index, rewards)
 
@@ -210,10 +201,7 @@ class Curriculum:
             self.learn(group.id, group.task, [t.reward for t in group.ends if t.sample != GREEDY])
 
     def figures(self) -> Metrics:
-        """Metrics: shares of seen and of retired tasks, and the mean expected pass rate.
-
-        The last is the mean of the known pass rates of tasks given since the last call.
-        """
+        """Metrics: shares of seen and retired tasks; the mean known pass rate of those given since the last call."""
         pools = [part.pool for part in self._parts]
         given, retired = np.concatenate([p.given for p in pools]), np.concatenate([p.retired for p in pools])
         found = {"seen": float((given > 0).mean()), "retired": float(retired.mean())}

@@ -1,13 +1,11 @@
 """Two ways to write an environment: an async function with `@environment`, or SingleTurn.
 
-`@environment` turns an async function into an environment: it talks to the policy through a `Chat` and returns the outcome.
-
     @environment(tasks=[{"prompt": "2 + 2 =", "answer": "4"}, ...])
     async def sums(task, chat):
         return Score(float(await chat.reply(task.prompt) == task.data["answer"]))
 
-`SingleTurn` asks once and leaves the verdict to a judge, which sees the group's attempts together.
-Neither keeps state between episodes: what an episode has to remember lives in the function's variables.
+The function talks to the policy through a `Chat` and returns the outcome. `SingleTurn` asks once and leaves the verdict to
+a judge, which sees the group's attempts together. Neither keeps state between episodes.
 """
 
 from __future__ import annotations
@@ -53,15 +51,23 @@ class SingleTurn:
 
     @property
     def grouped(self) -> bool:
-        return not isinstance(self._judge, Checkable) or self._judge.grouped
+        return is_grouped(self._judge)
 
     def gold(self, task: Task) -> Gold:
-        if not isinstance(self._judge, Checkable):
-            return Unscorable("its judge does not say what would be right")
-        return self._judge.gold(task)
+        return gold_of(self._judge, task, "its judge")
 
     async def close(self) -> None:
         return None
+
+
+def is_grouped(judge: object) -> bool:
+    """True unless an environment or judge says that it judges each attempt by itself (`Checkable.grouped`)."""
+    return not isinstance(judge, Checkable) or judge.grouped
+
+
+def gold_of(judge: object, task: Task, name: str) -> Gold:
+    """The gold reply that an environment or judge knows; Unscorable, with its `name`, if it knows none."""
+    return judge.gold(task) if isinstance(judge, Checkable) else Unscorable(f"{name} does not say what would be right")
 
 
 class FunctionEnvironment:
@@ -81,7 +87,6 @@ class FunctionEnvironment:
         return FunctionEnvironment(self.function, tasks, self._teller)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split. Raises ConfigError when there are none, or they are not usable."""
         if self._splits is None:
             if self._source is None:
                 raise ConfigError(f"environment {self.name!r} has no tasks: use @environment(tasks=...) or give it data")
@@ -90,13 +95,9 @@ class FunctionEnvironment:
         return self._splits[split]
 
     async def run(self, task: Task, chat: Chat) -> Outcome | None:
-        """Play one episode; returns its outcome.
-
-        A conversation that outgrows the context is Unscorable, unless the function catches ContextFull and decides.
-        """
         try:
             value = await self.function(task, chat)
-        except ContextFull as full:
+        except ContextFull as full:  # unless the function catches it and decides
             return Unscorable(str(full))
         return outcome_of(value, f"environment {self.name}")
 
@@ -124,7 +125,6 @@ def environment(
     """Decorator that turns `async def NAME(task, chat)` into an environment.
 
     The function returns a Score, Unscorable, InfraError or a number.
-
     tasks: a list of tasks or of rows with a "prompt", or a `datasets.Dataset`; a tenth of it is held out by hash. Or a dict
     of such splits (train; and eval, test or validation), or a function that is called with "train" and "eval". Without
     tasks the recipe has to name data.

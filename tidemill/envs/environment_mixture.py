@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from tidemill.core.interfaces import Chat, Checkable, Environment, Gold
-from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
-from tidemill.envs.environment import SingleTurn
+from tidemill.core.interfaces import Chat, Environment, Gold
+from tidemill.core.types import Outcome, Task, Trajectory
+from tidemill.envs.environment import SingleTurn, gold_of, is_grouped
 from tidemill.envs.task_order import turns
 
 
@@ -38,8 +38,7 @@ class Several:
         cycle, found = turns(list(self.weights.values())), list[Task]()
         while left:
             for k in cycle:
-                task = next(left[k], None) if k in left else None
-                if task is not None:
+                if (task := next(left.get(k, iter(())), None)) is not None:
                     found.append(task)
                 else:
                     left.pop(k, None)
@@ -56,13 +55,10 @@ class Several:
 
     @property
     def grouped(self) -> bool:
-        return any(not isinstance(part, Checkable) or part.grouped for part in self.parts.values())
+        return any(map(is_grouped, self.parts.values()))
 
     def gold(self, task: Task) -> Gold:
-        part = self.parts[task.env]
-        if isinstance(part, Checkable):
-            return part.gold(task)
-        return Unscorable(f"environment {task.env} does not say what would be right")
+        return gold_of(self.parts[task.env], task, f"environment {task.env}")
 
     async def close(self) -> None:
         """Close all environments, even if one raises; the first error is raised at the end."""

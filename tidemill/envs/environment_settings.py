@@ -199,16 +199,35 @@ class EnvironmentWorkers(Config):
     limit_s: float = Field(default=10.0, gt=0, description="Seconds that a call may block before its worker is killed")
 
 
+class ScoringSettings(Config):
+    """Worker processes that judge attempts, with their limits."""
+
+    workers: int = Field(default=2, ge=0, description="Worker processes that judge. 0: the controller, for breakpoint()")
+    limit_s: float = Field(default=10.0, gt=0, description="Seconds that one call may take before its worker is killed")
+    memory_mb: int = Field(default=0, ge=0, description="Address space of a worker in MB. 0: unlimited")
+    max_error_share: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="Share of infrastructure errors among the latest outcomes, above which admission pauses",
+    )
+    pause_s: float = Field(default=600.0, gt=0, description="Seconds that admission may pause before the run ends")
+    accept: tuple[Literal["gold", "garbage"], ...] = Field(
+        default=(), description="Failed checks of the reward that are accepted: gold replies that fail, garbage that passes"
+    )
+
+    def workers_as(self) -> dict[str, Any]:
+        """The arguments of `RewardPool`."""
+        return self.model_dump(include={"workers", "limit_s", "memory_mb"})
+
+
 AnyEnv = ReasoningGymSettings | RowsSettings | GuessSettings | PythonSettings
 RESERVED = ("mean",)  # reward/mean is the metric over all environments
 KINDS = {kind.model_fields["kind"].default: kind for kind in get_args(AnyEnv)}
 
 
 def parse_env(value: Any) -> Any:
-    """Expand a short form to its table; check the `kind` of tables and the names of several.
-
-    Raises ValueError in one sentence.
-    """
+    """Expand a short form to its table; check `kind` and names. Raises ValueError in one sentence."""
     if isinstance(value, list | tuple):
         if value and all(isinstance(each, str) and ".py:" in each for each in value):
             raise ValueError(

@@ -1,6 +1,6 @@
 """Messages between the controller and an environment worker, in the frames of `runtime.workers`.
 
-    calls   LoadEnvironment -> nothing; then Begin -> EpisodeEnded, JudgeRequest -> Judged, in any number
+    calls   LoadEnvironment -> nothing; then Begin -> EpisodeEnded, JudgeRequest -> outcomes, in any number
     notes   Ask or Withdraw from a worker; EpisodeAnswer or ReplyRefused to an Ask
 
 Within an episode, turns follow one another.
@@ -68,9 +68,5 @@ class EpisodeEnded(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
 
 
-class Judged(msgspec.Struct, frozen=True, tag=True):
-    outcomes: list[Score | Unscorable | InfraError]
-
-
 EpisodeRequest = LoadEnvironment | Begin | JudgeRequest
-EpisodeResult = EpisodeEnded | Judged | None
+EpisodeResult = EpisodeEnded | list[Score | Unscorable | InfraError] | None

@@ -19,22 +19,9 @@ from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver, Template
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Environment
 from tidemill.core.outcomes import outcome_of
+from tidemill.envs import episode_protocol as wire
 from tidemill.envs.chat import count_of
 from tidemill.envs.environment import FunctionEnvironment
-from tidemill.envs.episode_protocol import (
-    MAX_FRAME,
-    Ask,
-    Begin,
-    EpisodeAnswer,
-    EpisodeEnded,
-    EpisodeRequest,
-    EpisodeResult,
-    Judged,
-    LoadEnvironment,
-    Message,
-    ReplyRefused,
-    Withdraw,
-)
 from tidemill.envs.tasks import DEEPEST
 from tidemill.models.chat_template import is_message
 from tidemill.runtime.workers import serve_tasks
@@ -55,29 +42,26 @@ class RemoteChat:
     async def reply(
         self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
     ) -> str:
-        """Ask the controller's `EpisodeChat.reply`; raises what that raises.
-
-        Raises ValueError for a message that is too long or not plain data.
-        """
+        """Ask the controller's `EpisodeChat.reply`. Raises what it raises, and ValueError for other than plain data."""
         assert self._answer is None, "one reply at a time: await the one before"
         if self._channel.cancelled:
             raise asyncio.CancelledError("the episode was cancelled")
         fault_injection.reach(ROLE, "reply", self._channel.id)
         self._turn += 1
-        self._channel.tell(Ask(self._turn, _message(message), count_of(max_tokens), bool(last)))
+        self._channel.tell(wire.Ask(self._turn, _message(message), count_of(max_tokens), bool(last)))
         self._answer = asyncio.get_running_loop().create_future()
         try:
             return await self._answer  # bounded: the controller cancels the episode at its deadline
         except asyncio.CancelledError:
-            self._channel.tell(Withdraw(self._turn))
+            self._channel.tell(wire.Withdraw(self._turn))
             raise
         finally:
             self._answer = None
 
-    def _hear(self, note: EpisodeAnswer | ReplyRefused) -> None:
+    def _hear(self, note: wire.EpisodeAnswer | wire.ReplyRefused) -> None:
         if note.turn != self._turn or self._answer is None or self._answer.done():
             return  # the answer crossed the environment's Withdraw
-        if isinstance(note, EpisodeAnswer):
+        if isinstance(note, wire.EpisodeAnswer):
             self._answer.set_result(note.text)
         else:
             self._answer.set_exception(_refused(note))
@@ -86,41 +70,41 @@ class RemoteChat:
 class EpisodeHandler:
     """`worker_setup.Handler` of an environment worker."""
 
-    requests, notes = EpisodeRequest, EpisodeAnswer | ReplyRefused
+    requests, notes = wire.EpisodeRequest, wire.EpisodeAnswer | wire.ReplyRefused
     _environment: Environment
     _name: str
 
-    def load(self, request: EpisodeRequest) -> None:
-        if isinstance(request, LoadEnvironment):
+    def load(self, request: wire.EpisodeRequest) -> None:
+        if isinstance(request, wire.LoadEnvironment):
             found = load_object(request.reference)
             self._environment = FunctionEnvironment(found) if inspect.iscoroutinefunction(found) else found
             self._name = f"environment {request.name}"
 
-    async def call(self, request: EpisodeRequest, channel: Channel) -> EpisodeResult:
-        if isinstance(request, LoadEnvironment):
+    async def call(self, request: wire.EpisodeRequest, channel: Channel) -> wire.EpisodeResult:
+        if isinstance(request, wire.LoadEnvironment):
             return None
-        if isinstance(request, Begin):
+        if isinstance(request, wire.Begin):
             return await self._play(request, channel)
         outcomes = await self._environment.judge(request.task, request.attempts)
-        return Judged([outcome_of(outcome, self._name) for outcome in outcomes])
+        return [outcome_of(outcome, self._name) for outcome in outcomes]
 
-    async def _play(self, request: Begin, channel: Channel) -> EpisodeEnded:
+    async def _play(self, request: wire.Begin, channel: Channel) -> wire.EpisodeEnded:
         chat = RemoteChat(channel)
         fault_injection.reach(ROLE, "episode", channel.id)
         try:
             outcome = await self._environment.run(request.task, chat)
         except EpisodeOver as over:
-            return EpisodeEnded(None, over.finish, str(over))
-        return EpisodeEnded(None if outcome is None else outcome_of(outcome, self._name))
+            return wire.EpisodeEnded(None, over.finish, str(over))
+        return wire.EpisodeEnded(None if outcome is None else outcome_of(outcome, self._name))
 
 
-def _refused(note: ReplyRefused) -> Exception:
+def _refused(note: wire.ReplyRefused) -> Exception:
     if note.finish is not None:
         return ContextFull(note.finish, note.reason) if note.kind == "ContextFull" else EpisodeOver(note.finish, note.reason)
     return _REFUSALS.get(note.kind, ValueError)(note.reason)
 
 
-def _message(message: Any) -> Message:
+def _message(message: Any) -> wire.Message:
     """A message as plain data. Raises ValueError for other or too long values before it copies them."""
     if isinstance(message, str):
         return _text(message)
@@ -132,10 +116,7 @@ def _message(message: Any) -> Message:
 
 
 def _plain(value: Any, levels: int = DEEPEST) -> Any:
-    """A value of a message (a text, the parts of a content, tool calls) as plain data.
-
-    Raises ValueError for anything else.
-    """
+    """A value of a message (a text, parts, tool calls) as plain data. Raises ValueError for anything else."""
     if isinstance(value, str):
         return _text(value)
     if levels and isinstance(value, Mapping):
@@ -150,10 +131,10 @@ def _plain(value: Any, levels: int = DEEPEST) -> Any:
 def _text(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(f"a list of messages with a key of type {type(text).__name__}: expected texts")
-    if len(text) > MAX_FRAME:
-        raise ValueError(f"a message of {len(text)} characters: at most {MAX_FRAME} bytes are taken")
+    if len(text) > wire.MAX_FRAME:
+        raise ValueError(f"a message of {len(text)} characters: at most {wire.MAX_FRAME} bytes are taken")
     return str.__str__(text)  # a plain str, not a subclass
 
 
 if __name__ == "__main__":
-    serve_tasks.serve(EpisodeHandler(), MAX_FRAME)
+    serve_tasks.serve(EpisodeHandler(), wire.MAX_FRAME)

@@ -13,25 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tidemill.core.errors import CodecError, EnvironmentLost, EpisodeOver, NotImportable, NoWorkers
-from tidemill.core.interfaces import Chat, Checkable, Environment, Gold
+from tidemill.core.interfaces import Chat, Environment, Gold
 from tidemill.core.notebook_source.module_writer import reference_for
-from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
-from tidemill.envs.environment import FunctionEnvironment, SingleTurn
+from tidemill.core.types import Outcome, Task, Trajectory
+from tidemill.envs import episode_protocol as wire
+from tidemill.envs.environment import FunctionEnvironment, SingleTurn, gold_of, is_grouped
 from tidemill.envs.environment_mixture import Several
 from tidemill.envs.environment_settings import AnyEnv, EnvironmentWorkers, PythonSettings
-from tidemill.envs.episode_protocol import (
-    MAX_FRAME,
-    Ask,
-    Begin,
-    EpisodeAnswer,
-    EpisodeEnded,
-    EpisodeResult,
-    Judged,
-    JudgeRequest,
-    LoadEnvironment,
-    ReplyRefused,
-    Withdraw,
-)
 from tidemill.runtime.workers.worker import OpenCall, WorkerKind
 from tidemill.runtime.workers.worker_pool import Lost, WorkerPool
 
@@ -46,8 +34,8 @@ class EpisodeReplies:
         self._chat, self._turn = chat, 0
         self._replying: asyncio.Task[None] | None = None
 
-    def hear(self, call: OpenCall, note: Ask | Withdraw) -> None:
-        if isinstance(note, Withdraw):
+    def hear(self, call: OpenCall, note: wire.Ask | wire.Withdraw) -> None:
+        if isinstance(note, wire.Withdraw):
             self.stop()
             return
         before = self._replying
@@ -58,19 +46,18 @@ class EpisodeReplies:
         self._replying = asyncio.ensure_future(self._reply(self._chat, call, note, before))
 
     def stop(self) -> None:
-        """Cancel the running request to the policy, if there is one."""
         if self._replying is not None:
             self._replying.cancel()
 
-    async def _reply(self, chat: Chat, call: OpenCall, ask: Ask, before: asyncio.Task[None] | None) -> None:
+    async def _reply(self, chat: Chat, call: OpenCall, ask: wire.Ask, before: asyncio.Task[None] | None) -> None:
         if before is not None and not before.done():
             await asyncio.wait({before})  # bounded: it was withdrawn and so is cancelled
         try:
             text = await chat.reply(ask.message, max_tokens=ask.max_tokens, last=ask.last)
-            call.tell(EpisodeAnswer(ask.turn, text))
+            call.tell(wire.EpisodeAnswer(ask.turn, text))
         except (EpisodeOver, ValueError) as error:  # an environment may catch these
             finish = error.finish if isinstance(error, EpisodeOver) else None
-            call.tell(ReplyRefused(ask.turn, type(error).__name__, str(error), finish))
+            call.tell(wire.ReplyRefused(ask.turn, type(error).__name__, str(error), finish))
         except Exception as error:  # from the engine: no answer will come, so the episode ends here
             call.fail(error)
 
@@ -84,25 +71,25 @@ class WorkerEnvironment:
         kind = WorkerKind(
             _MODULE,
             f"the worker of environment {self.name}",
-            results=EpisodeResult,
-            notes=Ask | Withdraw,
+            results=wire.EpisodeResult,
+            notes=wire.Ask | wire.Withdraw,
             memory_mb=settings.memory_mb,
-            most=MAX_FRAME,
+            most=wire.MAX_FRAME,
             patience_s=settings.limit_s,
         )
-        self.pool = WorkerPool(kind, settings.workers or WORKERS, preload=LoadEnvironment(reference, self.name), lost=lost)
+        self.pool = WorkerPool(
+            kind, settings.workers or WORKERS, preload=wire.LoadEnvironment(reference, self.name), lost=lost
+        )
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self._inner.tasks(split)
 
     @property
     def grouped(self) -> bool:
-        return not isinstance(self._inner, Checkable) or self._inner.grouped
+        return is_grouped(self._inner)
 
     def gold(self, task: Task) -> Gold:
-        if isinstance(self._inner, Checkable):
-            return self._inner.gold(task)
-        return Unscorable("the environment does not say what would be right")
+        return gold_of(self._inner, task, "the environment")
 
     async def run(self, task: Task, chat: Chat) -> Outcome | None:
         """Play one episode in the worker with the fewest; returns its outcome.
@@ -111,23 +98,23 @@ class WorkerEnvironment:
         of it, may be another episode's fault), EnvironmentLost when no worker is available any more, and what the engine
         raises in a reply.
         """
-        ended = await self._call(Begin(task), f"an episode of environment {self.name}", chat)
-        assert isinstance(ended, EpisodeEnded)
+        ended = await self._call(wire.Begin(task), f"an episode of environment {self.name}", chat)
+        assert isinstance(ended, wire.EpisodeEnded)
         if ended.finish is not None:
             raise EpisodeOver(ended.finish, ended.reason)
         return ended.outcome
 
     async def judge(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
-        judged = await self._call(JudgeRequest(task, attempts), f"a judgement of environment {self.name}", None)
-        assert isinstance(judged, Judged)
-        return list(judged.outcomes)
+        judged = await self._call(wire.JudgeRequest(task, attempts), f"a judgement of environment {self.name}", None)
+        assert isinstance(judged, list)
+        return judged
 
     async def close(self) -> None:
         """Kill the workers, also in the middle of episodes, and wait until they are gone."""
         await self.pool.close()
         await self._inner.close()
 
-    async def _call(self, request: Begin | JudgeRequest, what: str, chat: Chat | None) -> EpisodeResult:
+    async def _call(self, request: wire.Begin | wire.JudgeRequest, what: str, chat: Chat | None) -> wire.EpisodeResult:
         replies = EpisodeReplies(chat)
         try:
             return await self.pool.call(request, what, hear=replies.hear)

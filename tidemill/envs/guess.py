@@ -38,10 +38,7 @@ async def guess(task: Task, chat: Chat) -> Score:
 
 
 def guess_game(settings: GuessSettings) -> FunctionEnvironment:
-    """The environment of the game, whose tasks are all (range, number) within low..high, shuffled.
-
-    A range has at least two numbers.
-    """
+    """The environment of the game: all (range of two or more, number) within low..high, shuffled."""
     low, high = settings.low, settings.high
     games = [(a, b, n) for a in range(low, high) for b in range(a + 1, high + 1) for n in range(a, b + 1)]
     draw = random.Random(derive_seed(settings.seed, "guess"))

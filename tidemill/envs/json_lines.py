@@ -50,8 +50,8 @@ def _text(path: Path, name: str) -> str:
 def _row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line, object_pairs_hook=_once, parse_constant=_constant)
-    except _Twice as error:
-        raise ConfigError(f"{where} gives the key {error.key!r:.80} twice: keep one of them") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where} {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     except RecursionError:
@@ -63,17 +63,12 @@ def _row(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-class _Twice(Exception):
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
-
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _Twice(next(key for i, key in enumerate(keys) if key in keys[:i]))
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise ConfigError(f"gives the key {twice!r:.80} twice: keep one of them")
     return found
 
 

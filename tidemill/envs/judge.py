@@ -1,10 +1,8 @@
 """RewardJudge: judges a group's attempts with a reward function, in workers or in this process.
 
-    blocking function   -> the scoring workers, by its name, under their limit
-    async def           -> this process's event loop, under the same limit
-    a function that only this process has (it closes over a client, say)  -> a thread of it, one call after the other
-
-The scoring stage is injected: this package knows only the protocol `Scorer`.
+blocking function   -> the reward workers, by its name, under their limit
+async def           -> this process's event loop, under the same limit
+a function that only this process has (it closes over a client, say)  -> a thread of it, one call after the other
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tidemill.core.errors import ConfigError, NotImportable, Overdue
 from tidemill.core.import_object import load_object
@@ -27,15 +25,8 @@ from tidemill.envs.rewards.gold import Teller, gold_reply, teller_beside
 from tidemill.envs.rewards.named import NAMED, named_reward
 from tidemill.envs.rewards.signature import Signature, group_values, name_of, signature_of, single_values
 
-
-class Scorer(Protocol):
-    """Interface of the scoring stage, which `reward_workers.reward_pool.RewardPool` implements."""
-
-    limit_s: float
-
-    async def call(self, function: str, *, kwargs: Mapping[str, Any], name: str) -> Outcome: ...
-
-    async def call_group(self, function: str, count: int, *, kwargs: Mapping[str, Any], name: str) -> list[Outcome]: ...
+if TYPE_CHECKING:
+    from tidemill.envs.reward_workers.reward_pool import RewardPool
 
 
 class Judge(Protocol):
@@ -50,7 +41,7 @@ class RewardJudge:
     def __init__(
         self,
         reward: str | Callable[..., Any],
-        scorer: Scorer,
+        pool: RewardPool,
         options: Mapping[str, Any] | None = None,
         source: Path | None = None,
     ) -> None:
@@ -59,11 +50,11 @@ class RewardJudge:
         options: further arguments. source: a folder for the source of a function without a file, from which workers import
         it. Raises ConfigError when the reward cannot be found, or its form or an option does not fit.
         """
-        self._scorer, self._options, self._source = scorer, dict(options or {}), source
+        self._pool, self._options, self._source = pool, dict(options or {}), source
         self._function: Callable[..., Any] | None = None  # set when it runs in this process
         self._turn = asyncio.Lock()  # bounded: a call in this process ends at its limit
         self.notes = list[str]()  # sentences that the user should read before a run begins
-        self._teller: Teller | None = None  # the function `gold` beside a user's reward
+        self.teller: Teller | None = None  # the function `gold` beside a user's reward
         self._columns = frozenset[str]()
         self._form = NAMED[reward].gold if isinstance(reward, str) and reward in NAMED else None
         self._reference, self.signature = self._resolve(reward)
@@ -74,10 +65,7 @@ class RewardJudge:
             )
 
     def check(self, columns: set[str]) -> None:
-        """Raise ConfigError when no task has a column that the reward needs.
-
-        columns: all columns that any task has.
-        """
+        """Raise ConfigError when the reward needs a column that is not in `columns`, those that any task has."""
         self.signature.check({*columns, *self._options})
         self._columns = frozenset(columns)
 
@@ -89,47 +77,38 @@ class RewardJudge:
     def grouped(self) -> bool:
         return self.signature.group
 
-    @property
-    def tells_gold(self) -> bool:
-        """True when a user's function `gold` gives the right reply."""
-        return self._teller is not None
-
     def gold(self, task: Task) -> Gold:
-        return gold_reply(self._filled(task), self.signature, self._teller, self._form)
+        return gold_reply(self._filled(task), self.signature, self.teller, self._form)
 
     async def __call__(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
         task = self._filled(task)
         texts = [attempt.text for attempt in attempts]
+        pick = self.signature.pick
         if self.signature.group:
             ids = [attempt.tokens[attempt.mask].tolist() for attempt in attempts]
-            return await self._group(self._arguments(group_values(task, texts, ids)), len(texts))
-        return await asyncio.gather(*(self._single(self._arguments(single_values(task, text))) for text in texts))
+            return await self._group(pick(group_values(task, texts, ids)) | self._options, len(texts))
+        return await asyncio.gather(*(self._single(pick(single_values(task, text)) | self._options) for text in texts))
 
     def _filled(self, task: Task) -> Task:
         """The task with None for columns that only other tasks have, unless the parameter has a default."""
         lacking = {name: None for name in self._columns if name not in task.data and name not in self.signature.optional}
         return replace(task, data={**task.data, **lacking}) if lacking else task
 
-    def _arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return self.signature.pick(values) | self._options
-
     async def _single(self, kwargs: dict[str, Any]) -> Outcome:
-        name = self.signature.name
         if self._function is None:
-            return await self._scorer.call(self._reference, kwargs=kwargs, name=name)
+            return await self._pool.call(self._reference, kwargs=kwargs, name=self.name)
         value = await self._awaited(kwargs)
-        return value if isinstance(value, InfraError) else outcome_of(value, name)
+        return value if isinstance(value, InfraError) else outcome_of(value, self.name)
 
     async def _group(self, kwargs: dict[str, Any], count: int) -> list[Outcome]:
-        name = self.signature.name
         if self._function is None:
-            return await self._scorer.call_group(self._reference, count, kwargs=kwargs, name=name)
+            return await self._pool.call_group(self._reference, count, kwargs=kwargs, name=self.name)
         values = await self._awaited(kwargs)
-        return [values] * count if isinstance(values, InfraError) else outcomes_of(values, name, count)
+        return [values] * count if isinstance(values, InfraError) else outcomes_of(values, self.name, count)
 
     async def _awaited(self, kwargs: dict[str, Any]) -> Any:
         assert self._function is not None
-        name, limit_s = self.signature.name, self._scorer.limit_s
+        name, limit_s = self.name, self._pool.limit_s
         try:
             if self.signature.awaits:
                 return await bounded(self._function(**kwargs), limit_s)
@@ -145,7 +124,7 @@ class RewardJudge:
         if isinstance(reward, str) and ":" not in reward:
             return named_reward(reward)
         function = load_object(reward) if isinstance(reward, str) else reward
-        self._teller = teller_beside(function)
+        self.teller = teller_beside(function)
         signature = signature_of(function, reward if isinstance(reward, str) else name_of(function))
         if signature.awaits:
             self._function = function

@@ -18,10 +18,7 @@ HELD_OUT = ("eval", "test", "validation")  # names of splits that are not traine
 
 
 def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, list[Task]]:
-    """The splits "train" and "eval" of a task source.
-
-    A list is split by hash, a function is called for each split. Raises ConfigError for sources that are neither.
-    """
+    """The splits "train" and "eval" of a task source. Raises ConfigError for one that is not usable."""
     if callable(source):
         return {split: _tasks(source(split), f"{split} task", name) for split in ("train", "eval")}
     if isinstance(source, Mapping):
@@ -57,10 +54,7 @@ def _tasks(rows: Any, what: str, name: str) -> list[Task]:
 
 
 def _of_dataset(rows: Any, name: str) -> Any:
-    """A dataset's rows as plain values; anything else unchanged.
-
-    Raises ConfigError for a stream, which may have no end.
-    """
+    """A dataset's rows as plain values; anything else unchanged. Raises ConfigError for an endless stream."""
     datasets = sys.modules.get("datasets")  # imported already, if the caller gives a dataset
     if datasets is None or not hasattr(datasets, "Dataset"):
         return rows

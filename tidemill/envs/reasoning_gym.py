@@ -21,40 +21,34 @@ from tidemill.core.interfaces import Gold
 from tidemill.core.types import InfraError, Outcome, Score, Task, Trajectory, Unscorable
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.environment_settings import ReasoningGymSettings
-from tidemill.envs.judge import Scorer
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 
 MAKING_LIMIT_S = 600.0
 _DRAWS = 3  # at most so many entries are drawn for each task: small datasets repeat themselves
 _WORKER = "tidemill.envs.reasoning_gym_worker"
 
 
-def reasoning_gym(settings: ReasoningGymSettings, scorer: Scorer) -> SingleTurn:
-    """The environment of one dataset.
-
-    Raises ConfigError when the package is missing, or does not know the dataset or its arguments.
-    """
+def reasoning_gym(settings: ReasoningGymSettings, pool: RewardPool) -> SingleTurn:
+    """The environment of one dataset. Raises ConfigError when package, dataset or arguments are not there."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError("env kind 'reasoning_gym' needs a package that is not installed: pip install 'tidemill[gym]'")
     made = _make(settings)
     splits = {split: [_task(settings, *entry) for entry in made[split]] for split in ("train", "eval")}
-    return SingleTurn(f"reasoning_gym:{settings.dataset}", splits, GymJudge(settings, scorer))
+    return SingleTurn(f"reasoning_gym:{settings.dataset}", splits, GymJudge(settings, pool))
 
 
 class GymJudge:
-    """Judge that calls the dataset's scorer once per group.
+    """Judge that calls the dataset's scorer once per group; if that fails, once for each attempt."""
 
-    When that call fails, each attempt is judged by itself, so that a bad attempt does not fail its siblings.
-    """
-
-    def __init__(self, settings: ReasoningGymSettings, scorer: Scorer) -> None:
-        self._scorer, self._name, self._binary = scorer, settings.dataset, settings.binary
+    def __init__(self, settings: ReasoningGymSettings, pool: RewardPool) -> None:
+        self._pool, self._name, self._binary = pool, settings.dataset, settings.binary
         self._fixed = settings.model_dump(include={"dataset", "args", "seed", "answer_tag"}) | {"length": _length(settings)}
 
     async def __call__(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
         texts = [attempt.text for attempt in attempts]
-        outcomes = await self._score(task, texts)
+        outcomes = await self._judged(task, texts)
         if len(texts) > 1 and all(isinstance(outcome, InfraError) for outcome in outcomes):
-            alone = await asyncio.gather(*(self._score(task, [text]) for text in texts))
+            alone = await asyncio.gather(*(self._judged(task, [text]) for text in texts))
             outcomes = [outcome for (outcome,) in alone]
         return [_all_or_nothing(outcome) for outcome in outcomes] if self._binary else outcomes
 
@@ -67,10 +61,10 @@ class GymJudge:
         tag = self._fixed["answer_tag"]
         return f"<{tag}>{answer}</{tag}>" if tag else answer
 
-    async def _score(self, task: Task, texts: list[str]) -> list[Outcome]:
+    async def _judged(self, task: Task, texts: list[str]) -> list[Outcome]:
         about = {"index": task.data["index"], "question": task.data["question"]}
         kwargs = {"completions": texts, **self._fixed, **about}
-        return await self._scorer.call_group(f"{_WORKER}:score", len(texts), kwargs=kwargs, name=self._name)
+        return await self._pool.call_group(f"{_WORKER}:score", len(texts), kwargs=kwargs, name=self._name)
 
 
 def _length(settings: ReasoningGymSettings) -> int:

@@ -1,10 +1,7 @@
-"""reasoning-gym in processes of its own: makes tasks as a program, scores replies in workers.
+"""reasoning-gym in other processes: makes tasks as a program (`Order` in, `Made` out), judges replies in reward workers.
 
 Both run with a fixed hash seed, because some datasets iterate over sets: without it the same configuration gives other
-tasks in the next run. So an entry need not be sent: a scoring worker makes it again from the dataset and the index, and
-raises RuntimeError if the question is not the one that was asked.
-
-As a program it reads one `Order` from stdin and writes one `Made` to stdout.
+tasks in the next run. So an entry need not be sent: a worker makes it again from the dataset and the index.
 """
 
 from __future__ import annotations
@@ -65,16 +62,12 @@ def score(
     source, entry = _dataset(*key), _entry(*key, index)
     if entry["question"] != question:
         raise RuntimeError(f"reasoning-gym's {dataset} made another question for index {index} than it did before")
-    if answer_tag:
-        return [source.score_answer(extract_answer(text, answer_tag), entry) for text in completions]
-    return [source.score_answer(text, entry) for text in completions]
+    answers = [extract_answer(text, answer_tag) for text in completions] if answer_tag else completions
+    return [source.score_answer(answer, entry) for answer in answers]
 
 
 def make(order: Order) -> Made:
-    """Draw distinct entries for both splits, which share no question.
-
-    If answers are almost unique, the splits share no answer either.
-    """
+    """Draw entries for both splits, which share no question, and no answer if those are almost unique."""
     try:
         source = _dataset(order.dataset, json.dumps(order.args, sort_keys=True), order.seed, order.length)
     except (TypeError, ValueError, AssertionError) as error:
@@ -142,10 +135,7 @@ def _why(order: Order, error: Exception) -> str:
 
 
 def _near(name: str) -> list[str]:
-    """Up to three datasets with a similar name, the most similar first.
-
-    A name is similar as a whole, or because it has words like all words of the given name.
-    """
+    """Up to three datasets like `name` as a whole, or with words like all of its words; the most similar first."""
     likeness = {known: max(_alike(name, known), _words_alike(name, known)) for known in sorted(DATASETS)}
     least = max(_NEAR, max(likeness.values()) - 0.15)
     return sorted((known for known in likeness if likeness[known] >= least), key=lambda known: -likeness[known])[:3]

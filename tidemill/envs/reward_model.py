@@ -20,11 +20,7 @@ from tidemill.models.value_model import ValueModel, last_tokens, load_value_mode
 
 
 def score(completions: Sequence[Any], prompts: Sequence[Any], *, folder: str) -> list[float]:
-    """The model's raw, unbounded output for each completion.
-
-    folder: holds the model and its tokenizer. Raises ValueError when it does not, or when an attempt is longer than the
-    model's context.
-    """
+    """The model's raw output for each completion. Raises ValueError when an attempt exceeds the context."""
     model, tokenizer = _loaded(folder)
     asked = zip(prompts, completions, strict=True)
     rows = [conversation(tokenizer, [(as_messages(prompt), _text(each))])[0] for prompt, each in asked]

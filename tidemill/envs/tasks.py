@@ -7,15 +7,15 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from tidemill.core import serialization
 from tidemill.core.errors import ConfigError
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import Task
-from tidemill.envs.trl_rows import with_prompt
 from tidemill.models.chat_template import is_message
 
+COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages")  # of TRL's formats
 Splits = Mapping[str, Sequence[Task]]
 DEEPEST = 100  # levels of nesting in a task's data, which later code reads recursively
 
@@ -94,10 +94,7 @@ def check_data(data: Mapping[str, Any], where: str) -> None:
 
 
 def _without_nan(value: Any) -> Any:
-    """The value with None for NaN, which means a missing value in a table.
-
-    NaN equals nothing, so a resume could not match the task with its record.
-    """
+    """The value with None for NaN, which equals nothing: a resume could not match the task with its record."""
     if isinstance(value, Mapping):
         return {key: _without_nan(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -134,3 +131,37 @@ def _content_id(prompt: Any, data: Mapping[str, Any], where: str) -> str:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where} holds a value that is not plain JSON: {error}") from None
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def with_prompt(row: Mapping[str, Any], prompt_column: str) -> dict[str, Any]:
+    """A copy of a row in one of TRL's formats, with a prompt extracted from its other columns if they hold one.
+
+    chosen, rejected (conversations, no conversational prompt): their common beginning is the prompt, as in `extract_prompt`.
+    messages, no prompt: all before the assistant's last message. In messages, keys with None are removed, which rows of a
+    table have.
+    """
+    found = {key: _plain(value) if key in (*COLUMNS, prompt_column) else value for key, value in row.items()}
+    chosen, rejected = found.get("chosen"), found.get("rejected")
+    if _is_talk(chosen) and _is_talk(rejected) and not _is_talk(found.get(prompt_column)):
+        shared = _shared(chosen, rejected)
+        if shared or prompt_column not in found:
+            found |= {prompt_column: chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+    elif prompt_column not in found and _is_talk(messages := found.get("messages")):
+        found[prompt_column] = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+    return found
+
+
+def _shared(one: list[Any], other: list[Any]) -> int:
+    """The number of messages that both begin with; the shorter keeps at least one as its reply."""
+    most = min(len(one), len(other)) - 1
+    return next((place for place in range(most) if one[place] != other[place]), most)
+
+
+def _is_talk(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and "role" in each for each in value)
+
+
+def _plain(value: Any) -> Any:
+    if not _is_talk(value):
+        return value
+    return [{key: part for key, part in each.items() if part is not None or key == "content"} for each in value]

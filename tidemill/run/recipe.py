@@ -23,10 +23,10 @@ from tidemill.envs.environment_settings import (
     NO_REWARD,
     EnvSettings,
     RowsSettings,
+    ScoringSettings,
     environments_of,
     parse_env,
 )
-from tidemill.envs.reward_workers.scoring_settings import ScoringSettings
 from tidemill.run.foreign_keys import ELSEWHERE, NOT_YET, NOT_YET_VALUES
 from tidemill.run.placement_kinds import BasePlacementSettings, PlacementSettings
 from tidemill.run.recipe_files import found

@@ -1,16 +1,12 @@
 """CPU sharing between processes that want more threads than there are cores.
 
-    board: a place per process, with the number of threads it would use now; 0 while it computes nothing
-
-The board is shared memory. Before each piece of work (an engine's step, a trainer's micro-batch) a process writes how many
-threads it wants, reads what the others want, and takes its share: everything it wants while there are cores for all,
-otherwise a proportional part, but at least one thread. A process that computes alone has the whole machine. Processes that
-compute together use as many threads as there are cores, or one each: the threads of one process wait for one another at
-every matrix product, so three threads on two cores would all be slow.
+A board in shared memory holds the threads that each process would use now, 0 while it computes nothing. Before each piece of
+work (an engine's step, a trainer's micro-batch) a process writes how many it wants, reads what the others want, and takes
+its share: everything while there are cores for all, otherwise a proportional part, but at least one thread. More threads
+than cores would all be slow, because those of one process wait for one another at every matrix product.
 
 Nobody waits and nobody is notified. An outdated number costs a core for one piece of work; the number of a dead process
-stays until a successor of its name takes its place. Background work, such as staging weights and writing checkpoints, is
-not counted. Sharing changes the number of threads, and so the order in which sums are added.
+stays until a successor of its name takes its place. Sharing changes the number of threads, and so the order of sums.
 """
 
 from __future__ import annotations
@@ -46,7 +42,6 @@ class Cores:
 
     def share(self) -> int | None:
         """The number of threads to compute with from now on; None for all that were given."""
-        return None
 
     def take(self) -> None:
         """Take this process's share; call before a piece of work, in the thread that computes it."""

@@ -1,11 +1,8 @@
 """Client of the fork server: starts it, asks it to fork, learns how its children ended.
 
-    ForkServer(command, log)   its imports begin    await fork(launch, ...) -> child    await child.wait() -> how it ended
-
 Every request to the server has a deadline, and a server that misses one is killed. Its children die with it, and are
 reported as ended only once they have. The controller learns of a child's end before the child is reaped, and sends no
-signal after that. The descriptors that a child needs travel with the request. The socket has no name, so no other process
-can connect to it.
+signal after that. The socket has no name, so no other process can connect to it.
 """
 
 from __future__ import annotations
@@ -19,7 +16,8 @@ import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -27,20 +25,8 @@ import psutil
 
 from tidemill.core.errors import PeerTimeout, StartFailed
 from tidemill.observability.stall_report import waiting
-from tidemill.runtime.fork_server import (
-    LENGTH,
-    MOST,
-    Forked,
-    ForkRefused,
-    ForkRequest,
-    Launch,
-    Notice,
-    ProcessEnded,
-    Reap,
-    Request,
-    Serving,
-    frame,
-)
+from tidemill.runtime import fork_server
+from tidemill.runtime.fork_server import LENGTH, ForkRequest, Launch, frame
 from tidemill.runtime.process_logs import Log, describe
 
 T = TypeVar("T")
@@ -50,15 +36,13 @@ NOTICE_S = 5.0  # limit for the server to report that a child has ended
 KILL_S = 10.0  # limit for the kernel to end a process that was sent SIGKILL
 _LAST_S = 1.0  # from the end of the server's channel to the end of the server
 _LOOK_S = 0.01
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
 _THREADLESS = {"OPENBLAS_NUM_THREADS": "1", "BLIS_NUM_THREADS": "1", "GOTO_NUM_THREADS": "1"}
 
 
 def role_environment() -> dict[str, str]:
-    """Environment of a role: OpenMP threads sleep while they wait, and share one malloc arena.
-
-    Two threads that spin on a shared core are five times slower. With one glibc arena per thread, a trainer of 0.3 GB keeps
-    50 MB more.
-    """
+    """Environment of a role: OpenMP threads sleep while they wait, and share one malloc arena."""
+    # Two threads that spin on a shared core are five times slower. With an arena each, a trainer of 0.3 GB keeps 50 MB more.
     return {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1"} | os.environ
 
 
@@ -72,7 +56,8 @@ class ForkedProcess:
 
     def __init__(self, pid: int, untold: Callable[[], None]) -> None:
         """untold: called when the process was ended by SIGKILL and the server did not report that."""
-        self.pid, self._untold, self._orphaned = pid, untold, False
+        self.pid, self._untold = pid, untold
+        self.orphaned = False  # the server is gone: the process ends, and the system may reap it at any time
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         try:
             self._process = psutil.Process(pid)  # compares the start time too: a later process of the same id is another one
@@ -84,15 +69,11 @@ class ForkedProcess:
         return not self._ended.done()
 
     async def wait(self) -> str:
-        """Wait for the process to end; returns how it ended."""
         return await asyncio.shield(self._ended)  # bounded: by the server's end, and that by `ForkServer.close`
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and its group; a no-op once its end is known.
-
-        From then on its id may belong to another process.
-        """
-        if self._orphaned or self._ended.done():
+        """Send a signal to the process and its group; none once its end is known, when others may have its id."""
+        if self.orphaned or self._ended.done():
             return
         with contextlib.suppress(ProcessLookupError):
             try:
@@ -101,10 +82,6 @@ class ForkedProcess:
                 os.kill(self.pid, number)
         if number == signal.SIGKILL:
             asyncio.get_running_loop().call_later(NOTICE_S, self._look)
-
-    def orphaned(self) -> None:
-        """Note that the server is gone: the process ends, and the system may reap it at any time."""
-        self._orphaned = True
 
     def ended(self, how: str) -> None:
         if not self._ended.done():
@@ -133,10 +110,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """One server process, from start to end; `gone` says how it ended.
-
-    It needs a running event loop and belongs to it.
-    """
+    """One server process, from start to end; `gone` says how it ended. It belongs to the running event loop."""
 
     def __init__(self, command: Sequence[str], log: Log) -> None:
         loop = asyncio.get_running_loop()
@@ -155,23 +129,24 @@ class ForkServer:
     def usable(self) -> bool:
         return not self.gone and not self._killed
 
-    async def fork(
-        self, launch: Launch, descriptors: list[int], threads: int | None, more: Mapping[str, str], seconds: float
-    ) -> ForkedProcess:
-        """Fork a child that runs `launch`. descriptors: its report pipe, its log, its working directory.
+    async def fork(self, launch: Launch, report: int, log: Path, threads: int | None, seconds: float) -> ForkedProcess:
+        """Fork a child that runs `launch` in this process's folder and environment. report: its pipe, a descriptor.
 
-        Its environment is that of this process plus `more`. Raises StartFailed when the server cannot fork, and PeerTimeout
-        when it is not ready within `seconds` or does not answer; the server is then killed.
+        Raises StartFailed when the server cannot fork, and PeerTimeout when it is not ready within `seconds` or does not
+        answer; the server is then killed.
         """
         if why := await self._answer(self._serving, "start", seconds):
             raise StartFailed(f"{launch.name} did not start: {why}")
         if self.gone:
             raise StartFailed(f"{launch.name} did not start: {self.gone}")
         key, answer = next(self._ids), asyncio.get_running_loop().create_future()
+        more = dict.fromkeys(_THREADS, str(threads)) if threads else {}
         variables = [(os.fsencode(name), os.fsencode(value)) for name, value in {**role_environment(), **more}.items()]
         self._asked[key] = answer
         try:
-            self._send(ForkRequest(key, launch, threads, variables), descriptors)
+            with open(log, "ab") as output, contextlib.ExitStack() as after:
+                after.callback(os.close, folder := os.open(".", os.O_RDONLY))
+                self._send(ForkRequest(key, launch, threads, variables), [report, output.fileno(), folder])
             child = await self._answer(answer, "fork", min(seconds, FORK_S))
         except BaseException:  # the caller has left: nobody else would end the child
             if answer.done() and isinstance(child := answer.result(), ForkedProcess):
@@ -190,10 +165,7 @@ class ForkServer:
             self._process.kill()
 
     async def close(self) -> None:
-        """Kill the server and wait for its end. Safe to call again.
-
-        Raises PeerTimeout when the kernel does not end it.
-        """
+        """Kill the server and wait for its end. Safe to call again. Raises PeerTimeout when the kernel does not end it."""
         self.kill("was closed")
         done, _ = await asyncio.wait({self._living}, timeout=2 * KILL_S)
         if not done:
@@ -216,7 +188,7 @@ class ForkServer:
                 self._process = self._start(command, theirs)
             await self._listen()
             for child in self._children.values():
-                child.orphaned()
+                child.orphaned = True
             await self._reaped(self._process, _LAST_S)
         except OSError as error:
             how = f"could not be started: {error}"
@@ -232,10 +204,7 @@ class ForkServer:
             await self._end(how or self._killed)
 
     def _start(self, command: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
-        """Start the server without asyncio, which would reap it in another thread.
-
-        Only `_live` reaps it, so a signal never reaches a process id that was given to another.
-        """
+        # Without asyncio, which would reap it in another thread: a signal must never reach an id that was given to another.
         with open(self._log.path, "ab") as output:
             return subprocess.Popen(
                 command,
@@ -252,10 +221,7 @@ class ForkServer:
             await asyncio.sleep(_LOOK_S)
 
     async def _end(self, how: str) -> None:
-        """Wait for the children to end with the server, then report their end and fail open requests.
-
-        The kernel ends them with the server; elsewhere than on Linux they notice within half a second.
-        """
+        """Wait for the children to end with the server, then report their end and fail open requests."""
         children, self._children = list(self._children.values()), {}
         limit = time.monotonic() + KILL_S
         self.gone = f"{NAME} {how}"
@@ -279,32 +245,31 @@ class ForkServer:
     # --- messages ---
 
     async def _listen(self) -> None:
-        """Read notices until the channel ends or a message cannot be decoded."""
         try:
             while True:
                 length = int.from_bytes(await self._exactly(LENGTH), "big")
-                if length > MOST:
-                    raise ValueError(f"{length} bytes, at most {MOST} are taken")
-                self._hear(msgspec.msgpack.decode(await self._exactly(length), type=Notice))
+                if length > fork_server.MOST:
+                    raise ValueError(f"{length} bytes, at most {fork_server.MOST} are taken")
+                self._hear(msgspec.msgpack.decode(await self._exactly(length), type=fork_server.Notice))
         except (EOFError, OSError):
             return
         except ValueError as error:  # msgspec's among them
             self._killed = self._killed or f"sent a message that is not readable ({error}) and was killed"
 
-    def _hear(self, notice: Notice) -> None:
+    def _hear(self, notice: fork_server.Notice) -> None:
         match notice:
-            case Serving():
+            case fork_server.Serving():
                 if not self._serving.done():
                     self._serving.set_result("")
-            case Forked(key, pid):
+            case fork_server.Forked(key, pid):
                 child = self._children[pid] = ForkedProcess(pid, self._untold)
                 self._tell(key, child)
-            case ForkRefused(key, why):
+            case fork_server.ForkRefused(key, why):
                 self._tell(key, why)
-            case ProcessEnded(pid, code):
+            case fork_server.ProcessEnded(pid, code):
                 if child := self._children.pop(pid, None):
                     child.ended(describe(code))
-                self._send(Reap(pid))  # last: until it is reaped, nobody else can get its id
+                self._send(fork_server.Reap(pid))  # last: until it is reaped, nobody else can get its id
 
     def _tell(self, key: int, answer: ForkedProcess | str) -> None:
         future = self._asked.get(key)
@@ -325,13 +290,9 @@ class ForkServer:
             data += more
         return bytes(data)
 
-    def _send(self, message: Request, descriptors: Sequence[int] = ()) -> None:
-        """Queue a message; it goes out in order and whole even if the caller is cancelled.
-
-        Copies of the descriptors go with its first byte.
-        """
-        raw = frame(message)
-        self._outgoing.append((memoryview(raw), [os.dup(each) for each in descriptors]))
+    def _send(self, message: fork_server.Request, descriptors: Sequence[int] = ()) -> None:
+        """Queue a message and copies of descriptors; it goes out whole even if the caller is cancelled."""
+        self._outgoing.append((memoryview(frame(message)), [os.dup(each) for each in descriptors]))
         self._flush()
 
     def _flush(self) -> None:

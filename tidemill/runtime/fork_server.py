@@ -36,10 +36,7 @@ Pid = Annotated[int, msgspec.Meta(gt=1)]  # signals to 0, 1 or -1 would go to ot
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """Description of a child to start, token included.
-
-    It travels through the socket: every user could read it on a command line.
-    """
+    """Description of a child to start. It travels by socket: every user could read the token on a command line."""
 
     controller: Pid
     token: str
@@ -135,22 +132,15 @@ def die_with_parent() -> bool:
 
 
 def _channel() -> socket.socket:
-    """Take the socket that came as stdin, and put an empty stdin in its place.
-
-    Nothing that is imported can then read from the socket.
-    """
+    """Take the socket that came as stdin, and put an empty stdin in its place, which imports may read."""
     try:
         channel = socket.socket(fileno=os.dup(0))
     except OSError:
         sys.exit("stdin is no socket: this module is run by tidemill.runtime.local, not by hand")
-    _to_null(0)
-    return channel
-
-
-def _to_null(descriptor: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, descriptor)
+    os.dup2(null, 0)
     os.close(null)
+    return channel
 
 
 class _Server:
@@ -213,13 +203,10 @@ class _Server:
         try:
             self._channel.sendall(frame(notice))  # bounded: the controller reads, or ends
         except OSError:
-            self._end()
+            os._exit(0)  # the controller is gone, and the children end with this process
 
     def _receive(self) -> tuple[Request, list[int]]:
-        """Read one request and its descriptors.
-
-        Ends this process when the channel ends or a message cannot be read: there is nobody else to serve.
-        """
+        """Read one request and its descriptors. Without either this process ends: there is nobody else to serve."""
         try:
             # bounded: there is something to read, and the rest of a message follows its head
             head, descriptors, _, _ = socket.recv_fds(self._channel, LENGTH, DESCRIPTORS + 1)
@@ -230,10 +217,9 @@ class _Server:
                 sys.exit(f"the controller sent a message of {length} bytes, at most {MOST} are taken")
             return msgspec.msgpack.decode(self._exactly(length), type=Request), descriptors
         except (EOFError, OSError):
-            self._end()
+            os._exit(0)  # as in `_tell`
         except msgspec.DecodeError as error:
             sys.exit(f"the controller sent a message that is not readable: {error}")
-        raise AssertionError
 
     def _exactly(self, size: int) -> bytes:
         data = bytearray()
@@ -244,10 +230,6 @@ class _Server:
             data += more
         return bytes(data)
 
-    def _end(self) -> None:
-        """Exit at once because the controller is gone: the children end with this process."""
-        os._exit(0)
-
     def _close(self) -> None:
         """Close the server's signal handlers and sockets, in a child."""
         signal.set_wakeup_fd(-1)
@@ -257,10 +239,7 @@ class _Server:
 
 
 def _end_of(pid: int) -> int | None:
-    """Exit status of a child or its signal's number, negative; None while it runs.
-
-    The child is not reaped, where the system can look without that.
-    """
+    """Exit status of a child or its signal's number, negative; None while it runs. It is not reaped if possible."""
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         found, status = os.waitpid(pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if found else None

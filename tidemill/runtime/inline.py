@@ -6,7 +6,6 @@ The proxy is the object itself. There is no wire, hence no deadline on calls: a 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
@@ -70,8 +69,7 @@ class Inline:
         """Build the role. Raises ValueErrors of its construction as they are, else StartFailed."""
         check_deadlines(protocol, deadlines)
         try:
-            built = self._build(spec | {"role": role, "name": name})
-            target, served = await built if inspect.isawaitable(built) else built  # bounded: it is this process's own start
+            target, served = self._build(spec | {"role": role, "name": name})
         except Exception as error:  # fail as a role in its own process does
             if keeps_its_type(error):
                 raise
@@ -80,8 +78,6 @@ class Inline:
             raise ValueError(f"{name} does not serve {', '.join(sorted(missing))}")
         return InlineHandle(name, cast(T, target), "close" in methods_of(protocol))
 
-    def begin(self) -> None:
-        """Do nothing: no start needs preparation."""
+    def begin(self) -> None: ...
 
-    async def close(self) -> None:
-        """Do nothing: everything that was started lives in this process."""
+    async def close(self) -> None: ...

@@ -1,9 +1,9 @@
 """Local placement: roles as processes of this machine, started, watched and always reaped.
 
-    start -> the fork server (`fork_server.py`) forks a child -> it builds, reports on a pipe -> connect -> proxy
-    watcher: the process ended -> every pending call fails with PeerDied, naming the signal and the end of the log
-    heartbeats: a process that is silent, stopped, or without progress in a call is killed, so it can only be alive or dead
-    stop:    close() -> SIGTERM -> SIGKILL
+    start       the fork server forks a child -> it builds, reports on a pipe -> connection -> proxy
+    watcher     the process ended -> every pending call fails with PeerDied, naming the signal and the end of the log
+    heartbeats  a process that is silent, stopped, or without progress in a call is killed
+    stop        close() -> SIGTERM -> SIGKILL
 
 A child leads a session of its own, so that Ctrl-C reaches the controller alone. It dies with the fork server, and the fork
 server with the thread that started it: start roles from a thread that lives as long as the run. The socket's folder is
@@ -34,7 +34,7 @@ from tidemill.runtime.fork_server import Launch
 from tidemill.runtime.placement import Liveness, Vitals
 from tidemill.runtime.process_logs import Log
 from tidemill.runtime.role_host import REPORT_LENGTH, Ready, Report
-from tidemill.runtime.rpc import DEADLINE_S, Connection, check_deadlines, connect
+from tidemill.runtime.rpc import Connection, check_deadlines
 from tidemill.runtime.wire_format import Beat, methods_of, rebuild
 from tidemill.runtime.workers import stopped
 from tidemill.runtime.workers.stopped import stopped_instead
@@ -45,19 +45,13 @@ START_S = 120.0  # a cold import of torch from a network disk is slow
 _PIPE_S = 1.0  # limit for reading what a process wrote before it ended
 _STACKS_S = 0.5  # time for a process to write the stacks of all its threads
 _MOST_REPORT = 1 << 20  # bytes
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 class LocalProcess(Generic[T]):
     """A running child. Made by `Local.start`."""
 
     def __init__(
-        self,
-        connection: Connection[T],
-        process: ForkedProcess,
-        log: Log,
-        closable: bool,
-        liveness: Liveness | None,
+        self, connection: Connection[T], process: ForkedProcess, log: Log, closable: bool, liveness: Liveness | None
     ) -> None:
         self.name, self.pid, self._log = connection.name, process.pid, log
         self._connection, self._process, self._closable = connection, process, closable
@@ -86,10 +80,7 @@ class LocalProcess(Generic[T]):
         self._process.signal(signal.SIGKILL)
 
     async def stop(self, deadline: float = 10.0) -> str:
-        """End the process within `deadline` seconds: close(), then SIGTERM, then SIGKILL.
-
-        The object's close() may take half of that time, an exit of its own or by SIGTERM a quarter each.
-        """
+        """End the process: close() in half of `deadline`, an exit or SIGTERM in a quarter each, then SIGKILL."""
         self._stopping = self._stopping or "was stopped"
         try:
             if self._closable and self.alive and await self._closes(deadline / 2):
@@ -120,8 +111,7 @@ class LocalProcess(Generic[T]):
             return False
 
     async def _ended(self, seconds: float) -> bool:
-        done, _ = await asyncio.wait({self._watching}, timeout=seconds)
-        return bool(done)
+        return bool((await asyncio.wait({self._watching}, timeout=seconds))[0])
 
     async def _watch(self) -> str:
         ended = await self._process.wait()  # bounded: by its heartbeat, and by `stop`
@@ -133,7 +123,6 @@ class LocalProcess(Generic[T]):
         return how
 
     async def _listen(self, liveness: Liveness) -> None:
-        """Ask for heartbeats, and kill the process when one is missing or there is no progress for too long."""
         moved, since = -1.0, time.monotonic()
         while True:
             asked = time.monotonic()
@@ -166,31 +155,26 @@ class LocalProcess(Generic[T]):
 
 
 class Local:
-    """Placement that runs each role as a process of this machine, with its log in `logs`.
-
-    All roles are forked from one fork server, which `close` ends too.
-    """
+    """Placement that forks each role from one fork server on this machine; their logs are in `logs`."""
 
     def __init__(
         self,
         logs: Path,
         command: Sequence[str] | None = None,
-        deadline: float = DEADLINE_S,
         start_deadline: float = START_S,
         liveness: Liveness | None = None,
     ) -> None:
         """command: runs a module that calls `role_host.host`; None: `python -m tidemill.run.role_main`.
 
-        deadline: limit of a call; start_deadline: limit of a start, that of the fork server included. Both in seconds.
+        start_deadline: limit of a start in seconds, that of the fork server included.
         """
-        self._logs, self._command, self._deadline = logs, command or [sys.executable, "-m", MODULE], deadline
+        self._logs, self._command = logs, command or [sys.executable, "-m", MODULE]
         self._start_deadline, self._liveness = start_deadline, liveness
         self._servers: list[ForkServer] = []  # the newest last
         self._started: list[LocalProcess[Any]] = []
         self._closed = False
 
     def begin(self) -> None:
-        """Start the fork server without waiting for it, so that its imports overlap with something else."""
         self._server()
 
     async def start(
@@ -216,7 +200,7 @@ class Local:
         reading, writing = os.pipe()
         try:
             launch = Launch(os.getpid(), token, role, name, spec)
-            process = await _fork(server, launch, writing, log.path, threads, self._start_deadline)
+            process = await server.fork(launch, writing, log.path, threads, self._start_deadline)
         except BaseException:
             os.close(reading)
             raise
@@ -226,8 +210,15 @@ class Local:
         try:
             async with limit:
                 ready = await _reported(reading, process, name, log)
-                connection = connect(protocol, ready.address, token, name, self._deadline, deadlines)
-                await _greet(connection, ready.folder, self._start_deadline)
+                connection = Connection(protocol, ready.address, token, name, deadlines=deadlines)
+                try:
+                    await connection.hello(self._start_deadline)
+                except BaseException:
+                    await connection.close()
+                    raise
+                finally:
+                    if ready.folder:  # nobody needs it any more
+                        shutil.rmtree(ready.folder, ignore_errors=True)
         except BaseException as error:
             await _end(process, name)
             if isinstance(error, TimeoutError) and limit.expired():
@@ -238,7 +229,6 @@ class Local:
         return handle
 
     async def close(self) -> None:
-        """End the fork server and with it every role that was not stopped. Safe to call again."""
         self._closed = True
         for server in self._servers:
             server.kill("was closed")
@@ -253,19 +243,6 @@ class Local:
             self._servers = [server for server in self._servers if not server.gone]
             self._servers.append(ForkServer(self._command, Log.at(self._logs / "forkserver.log")))
         return self._servers[-1]
-
-
-async def _fork(
-    server: ForkServer, launch: Launch, report: int, log: Path, threads: int | None, seconds: float
-) -> ForkedProcess:
-    """Fork a child that prints to `log` and has the working directory of this process."""
-    folder = os.open(".", os.O_RDONLY)
-    try:
-        with open(log, "ab") as output:
-            variables = {name: str(threads) for name in _THREADS} if threads else {}
-            return await server.fork(launch, [report, output.fileno(), folder], threads, variables, seconds)
-    finally:
-        os.close(folder)
 
 
 async def _reported(fd: int, process: ForkedProcess, name: str, log: Log) -> Ready:
@@ -300,18 +277,6 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
     if length > _MOST_REPORT:
         raise CodecError(f"a report of {length} bytes, at most {_MOST_REPORT} are taken")
     return await reader.readexactly(length)  # bounded: by `start`
-
-
-async def _greet(connection: Connection[Any], folder: str, seconds: float) -> None:
-    """Wait for the peer's first answer, then remove its socket's folder, which nobody needs any more."""
-    try:
-        await connection.hello(seconds)
-    except BaseException:
-        await connection.close()
-        raise
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _end(process: ForkedProcess, name: str) -> None:

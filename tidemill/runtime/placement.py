@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -37,7 +37,7 @@ class Vitals:
 Built = tuple[object, type]
 """An object, and the protocol that names its callable methods."""
 
-Factory = Callable[[dict[str, Any]], Built | Awaitable[Built]]
+Factory = Callable[[dict[str, Any]], Built]
 """Builds the object that a spec describes (plain data, `role` and `name` among its keys), in a running event loop."""
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import inspect
 import os
 import secrets
 import shutil
@@ -28,7 +27,7 @@ import msgspec
 
 from tidemill.core import fault_injection, serialization
 from tidemill.runtime.fork_server import Launch, serve_forks
-from tidemill.runtime.placement import Built, Factory
+from tidemill.runtime.placement import Factory
 from tidemill.runtime.rpc import RpcServer
 from tidemill.runtime.wire_format import Failed, failure, methods_of
 
@@ -73,11 +72,12 @@ def host(
 
 
 async def _serve(build: Factory, launch: Launch, report: int) -> int:
-    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, lambda: None)  # one during `build` is handled after it, by the next handler
     try:
-        target, protocol = await _built(build, launch)
+        target, protocol = build(launch.spec | {"role": launch.role, "name": launch.name})
         server = RpcServer(target, protocol, launch.token)
+        loop.add_signal_handler(signal.SIGTERM, server.stop)
     except Exception as error:  # any error is reported to the parent
         traceback.print_exc()
         _report(report, failure(0, error))
@@ -85,7 +85,7 @@ async def _serve(build: Factory, launch: Launch, report: int) -> int:
     address, folder = _place()
     try:
         _report(report, Ready(server.bind(address), folder))
-        await _run(server, stopping)
+        await server.run()
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
@@ -95,23 +95,6 @@ async def _serve(build: Factory, launch: Launch, report: int) -> int:
     return 0
 
 
-async def _built(build: Factory, launch: Launch) -> Built:
-    built = build(launch.spec | {"role": launch.role, "name": launch.name})
-    return await built if inspect.isawaitable(built) else built  # bounded: by the parent's limit for a start
-
-
-async def _run(server: RpcServer, stopping: asyncio.Event) -> None:
-    async def stop() -> None:
-        await stopping.wait()  # bounded: a watch that ends with the server
-        server.stop()
-
-    waiting = asyncio.create_task(stop())
-    try:
-        await server.run()
-    finally:
-        waiting.cancel()
-
-
 def _report(fd: int, report: Report) -> None:
     raw = serialization.encode(report)
     with open(fd, "wb") as file:  # length first: a fork of this process may hold the pipe open
@@ -119,11 +102,7 @@ def _report(fd: int, report: Report) -> None:
 
 
 def _place() -> tuple[str, str]:
-    """A new address for a socket, and the folder that holds it ("" on Linux).
-
-    On Linux the name is in no file system, and the kernel frees it when the process ends, however it ends. `RpcServer.bind`
-    limits who may connect.
-    """
+    """A new address for a socket, and the folder that holds it ("" on Linux, where it is in no file system)."""
     if _FILELESS:
         return f"ipc://@tidemill-{secrets.token_hex(16)}", ""
     root = tempfile.gettempdir()

@@ -1,7 +1,7 @@
 """Remote calls to an object in another process, over ZeroMQ: many in flight, answered in any order.
 
-    RpcServer(target, protocol, token).bind(address) ; await run()     connection = connect(protocol, address, token, name)
-                                                                        await connection.proxy.method(...)
+    server = RpcServer(target, protocol, token); server.bind(address); await server.run()
+    connection = Connection(protocol, address, token, name); await connection.proxy.method(...)
 
 Every call has a deadline (I4). A local cancellation or a deadline that passed cancels the remote task. The watcher of the
 process calls `died(how)`, and all pending calls fail at once. A server accepts only frames with this run's token and of
@@ -67,9 +67,7 @@ class RpcServer:
         self.refused = 0  # messages with another token or not readable
 
     def bind(self, address: str) -> str:
-        """Listen at `address`; returns it with its port filled in when it ended in `:0` or `:*`.
-
-        On Linux the kernel lets only processes of this user connect to a Unix socket."""
+        """Listen at `address`, on Linux for this user's processes only; returns it with its port filled in."""
         if address.startswith("ipc:") and sys.platform == "linux":
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         self._socket.bind(address)
@@ -103,11 +101,9 @@ class RpcServer:
                 self.refused += 1
                 continue
             try:
-                request = serialization.decode(frames[2].buffer, Request)
+                self._accept(identity, serialization.decode(frames[2].buffer, Request), frames[3].buffer)
             except CodecError:
                 self.refused += 1
-                continue
-            self._accept(identity, request, frames[3].buffer)
 
     def _accept(self, identity: bytes, request: Request, payload: memoryview) -> None:
         key = identity, request.id
@@ -128,24 +124,25 @@ class RpcServer:
             self._busy[identity, request.id] = request.method[:80], time.monotonic()
         try:
             result = await self._perform(request, payload)
-        except asyncio.CancelledError as error:
-            reply = failure(request.id, error)
-        except Exception as error:  # any error goes to the caller
+        except (Exception, asyncio.CancelledError) as error:  # any error goes to the caller
             reply = failure(request.id, error)
         finally:
             if self._busy.pop((identity, request.id), None):
                 self._answered += 1
-        await self._reply(identity, reply, result)
+        try:
+            await _send(self._socket, [identity, serialization.encode(reply), result])
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # both mean that the caller is gone
+                raise
         if isinstance(request, Call) and request.method == "close" and isinstance(reply, Done):
             self.closed = True
             self.stop()
 
     async def _perform(self, request: Call | Hello | Ping, payload: memoryview) -> bytes:
-        match request:
-            case Hello():
-                return serialization.encode(sorted(self._methods))
-            case Ping():
-                return serialization.encode(self._beat())
+        if isinstance(request, Hello):
+            return serialization.encode(sorted(self._methods))
+        if isinstance(request, Ping):
+            return serialization.encode(self._beat())
         method = self._methods.get(request.method)
         if method is None:
             raise ValueError(f"no method {request.method[:80]!r} here; there are {', '.join(sorted(self._methods))}")
@@ -160,23 +157,12 @@ class RpcServer:
         done = self._target.progress() if isinstance(self._target, Progressing) else 0.0
         return Beat(self._answered + done, [(method, now - since) for method, since in self._busy.values()])
 
-    async def _reply(self, identity: bytes, reply: Reply, result: bytes) -> None:
-        try:
-            await _send(self._socket, [identity, serialization.encode(reply), result])
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # both mean that the caller is gone
-                raise
-
-
-async def serve(target: object, protocol: type, address: str, token: str, max_frame: int = MAX_FRAME) -> None:
-    """Serve `target` at `address` until its `close` is called."""
-    server = RpcServer(target, protocol, token, max_frame)
-    server.bind(address)
-    await server.run()
-
 
 class Connection(Generic[T]):
-    """Client side of a connection to one peer; `proxy` has the protocol's methods."""
+    """Connection to an object that a peer serves, by `proxy`; it belongs to the running event loop.
+
+    Calls raise what the remote method raised (see `wire_format`), PeerTimeout or PeerDied.
+    """
 
     def __init__(
         self,
@@ -188,6 +174,7 @@ class Connection(Generic[T]):
         deadlines: Mapping[str, float] | None = None,
         max_frame: int = MAX_FRAME,
     ) -> None:
+        """deadline: limit of a call in seconds; deadlines: limits by method, which override it."""
         self.name = name
         self._methods, self._token = methods_of(protocol), token.encode()
         _check_seconds("calls", deadline)
@@ -269,10 +256,9 @@ class Connection(Generic[T]):
         while True:
             frames = await self._socket.recv_multipart(copy=False)  # bounded: a watch; calls have their own deadlines
             try:
-                reply = serialization.decode(frames[0].buffer, Reply)
-            except CodecError:
-                reply = None
-            if reply is None or len(frames) != 2:
+                header, payload = frames
+                reply = serialization.decode(header.buffer, Reply)
+            except (CodecError, ValueError):  # ValueError: another number of frames
                 self.died("sent a reply that is not readable")
                 continue
             future = self._pending.get(reply.id)
@@ -281,7 +267,7 @@ class Connection(Generic[T]):
             if isinstance(reply, Failed):
                 future.set_exception(rebuild(reply, self.name))
             else:
-                future.set_result(frames[1].buffer)
+                future.set_result(payload.buffer)
 
 
 def check_deadlines(protocol: type, deadlines: Mapping[str, float] | None) -> dict[str, float]:
@@ -296,23 +282,6 @@ def check_deadlines(protocol: type, deadlines: Mapping[str, float] | None) -> di
 def _check_seconds(what: str, seconds: float) -> None:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"deadline of {what} = {seconds!r}: expected more than 0 seconds, and not for ever")
-
-
-def connect(
-    protocol: type[T],
-    address: str,
-    token: str,
-    name: str,
-    deadline: float = DEADLINE_S,
-    deadlines: Mapping[str, float] | None = None,
-    max_frame: int = MAX_FRAME,
-) -> Connection[T]:
-    """A connection to the object served at `address`; `.proxy` has its methods.
-
-    deadline: limit of a call in seconds; deadlines: limits by method, which override it. Calls raise what the remote method
-    raised (see `wire_format`), PeerTimeout or PeerDied. A connection needs a running event loop and belongs to it.
-    """
-    return Connection(protocol, address, token, name, deadline, deadlines, max_frame)
 
 
 def _proxy(protocol: type, connection: Connection[Any]) -> object:

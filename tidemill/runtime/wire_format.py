@@ -16,16 +16,8 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from tidemill.core.errors import (
-    CheckpointError,
-    CodecError,
-    ConfigError,
-    EngineFailed,
-    PolicyMismatch,
-    RemoteError,
-    TrainingDiverged,
-    UnsupportedModel,
-)
+from tidemill.core import errors
+from tidemill.core.errors import RemoteError
 
 MAX_FRAME = 1 << 30  # bytes; a step of 512 rows of 32k tokens is about 400 MB
 _MAX_TRACE = 20_000  # characters of a traceback that are sent, counted from its end
@@ -85,8 +77,8 @@ Reply = Done | Failed
 _REBUILT: dict[str, type[Exception]] = {
     e.__name__: e
     for e in (
-        *(ValueError, CodecError, ConfigError, UnsupportedModel, CheckpointError),
-        *(PolicyMismatch, TrainingDiverged, EngineFailed),
+        *(ValueError, errors.CodecError, errors.ConfigError, errors.UnsupportedModel, errors.CheckpointError),
+        *(errors.PolicyMismatch, errors.TrainingDiverged, errors.EngineFailed),
         *(TimeoutError, NotImplementedError, FileNotFoundError, FileExistsError, PermissionError),
     )
 }
@@ -126,10 +118,7 @@ class Method:
 
 @cache
 def methods_of(protocol: type) -> dict[str, Method]:
-    """The public async methods that a protocol declares, by name.
-
-    Raises TypeError for one that cannot be called from another process.
-    """
+    """The public methods that a protocol declares, by name. Raises TypeError for one that cannot be called remotely."""
     return {
         name: _method(protocol, name, function)
         for name, function in inspect.getmembers(protocol, inspect.isfunction)

@@ -18,8 +18,8 @@ import pytest
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import InfraError, Score, Unscorable
+from tidemill.envs.environment_settings import ScoringSettings
 from tidemill.envs.reward_workers.reward_pool import RewardPool
-from tidemill.envs.reward_workers.scoring_settings import ScoringSettings
 from tidemill.runtime.workers import child, stopped
 
 FAULTY = str(Path(__file__).with_name("faulty_rewards.py"))

@@ -94,12 +94,12 @@ async def test_keepers_that_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None
 CONTROLLER = """
 import asyncio, sys
 from tidemill.runtime.workers.child import WorkerProcess
-from tidemill.runtime.workers.guard_client import Guard
+from tidemill.runtime.workers.worker_pool import Guard
 async def main():
     guard = Guard()
     await guard.start()
     child = await WorkerProcess.start("leaves_programs", "the worker", 0)
-    guard.add(child.pid)
+    guard.tell("+", child.pid)
     print((await child.receive(1000)).decode()[:-1] + f', "guard": {guard.pid}}}', flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())

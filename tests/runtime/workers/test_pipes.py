@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tidemill.runtime.workers.child import WorkerProcess
-from tidemill.runtime.workers.guard_client import Guard
+from tidemill.runtime.workers.worker_pool import Guard
 
 
 @contextmanager
@@ -40,6 +40,6 @@ async def test_what_a_killed_guard_did_not_read_is_told_by_nobody():
         assert guard.pid is not None
         os.kill(guard.pid, signal.SIGSTOP)
         for _ in range(20_000):
-            guard.discard(1_000_000)  # more than a pipe takes
+            guard.tell("-", 1_000_000)  # more than a pipe takes
         os.kill(guard.pid, signal.SIGKILL)
         await guard.close()

@@ -1,9 +1,8 @@
-"""Scoring stage: a pool of worker processes that call reward functions under a time limit.
+"""Reward pool: worker processes that call reward functions under a time limit.
 
 A call always ends with an outcome, within the start-up time and the limit. A function that sleeps for ever, exits, crashes,
 raises or returns something else than a number is an InfraError (I5). A worker that hung, died or was stopped is replaced;
-after a stop by a signal the call is repeated once, in another worker. All other workers stay warm: imports and caches of a
-function are there for the next call.
+after a stop by a signal the call is repeated once. The other workers stay warm: imports and caches are there for the next.
 """
 
 from __future__ import annotations
@@ -44,31 +43,18 @@ class RewardPool:
         limit_s: float | None = None,
         name: str = "",
     ) -> Outcome:
-        """Call `function` (FILE.py:NAME or MODULE:NAME) for one attempt; returns its outcome.
-
-        Arguments are plain JSON data. Failures are InfraError, never exceptions.
-        """
+        """Call FILE.py:NAME or MODULE:NAME with plain data for one attempt. Failures are InfraError, not raised."""
         return (await self._call(RewardRequest(function, name or function, list(args), dict(kwargs or {})), limit_s))[0]
 
-    async def call_group(
-        self,
-        function: str,
-        count: int,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        limit_s: float | None = None,
-        name: str = "",
-    ) -> list[Outcome]:
+    async def call_group(self, function: str, count: int, *, kwargs: Mapping[str, Any], name: str = "") -> list[Outcome]:
         """Call a function that returns `count` values; if the call fails, all are InfraError."""
-        return await self._call(RewardRequest(function, name or function, list(args), dict(kwargs or {}), count), limit_s)
+        return await self._call(RewardRequest(function, name or function, [], dict(kwargs), count), None)
 
     def counters(self) -> dict[str, float]:
         """Totals so far: calls, scores, unscorable, errors, timeouts, deaths, starts, seconds."""
         return {f"scoring/{name}": value for name, value in (*self._counters.items(), ("starts", float(self.pool.starts)))}
 
     async def start(self) -> None:
-        """Start every worker now instead of at the first calls."""
         await self.pool.start()
 
     async def close(self) -> None:

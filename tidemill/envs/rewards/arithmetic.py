@@ -83,10 +83,6 @@ def equal(a: Value, b: Value) -> bool:
     return abs(a - b) <= _CLOSE * max(1, abs(a), abs(b))
 
 
-def times(value: Value, factor: Fraction) -> Value:
-    return _apply(value, factor, "*")
-
-
 def number_of(text: str) -> Fraction:
     """The value of one number token. Raises Unreadable when it is too large."""
     if "," in text and "." in text and text.rindex(",") > text.index("."):
@@ -111,7 +107,7 @@ class _Parser:
         value = self._term()
         while sign := self._taken("+", "-"):
             other = self._term()
-            value = _apply(value, other if sign == "+" else negated(other), "+")
+            value = apply(value, other if sign == "+" else negated(other), "+")
         self._depth -= 1
         return value
 
@@ -121,9 +117,9 @@ class _Parser:
             sign = self._next.text
             if sign in ("*", "/") or (sign in ("x", "X") and self._between_numbers()):  # an x as in "1.5 x 10^3"
                 self.at += 1
-                value = _apply(value, self._factor(first=False), "/" if sign == "/" else "*")
+                value = apply(value, self._factor(first=False), "/" if sign == "/" else "*")
             elif self._next.text in ("\\frac", "\\sqrt", "π", "(", "{") or (self._next.kind == "word" and self.letters):
-                value = _apply(value, self._factor(first=False), "*")
+                value = apply(value, self._factor(first=False), "*")
             else:
                 return value
 
@@ -134,13 +130,13 @@ class _Parser:
         whole = first and self._next.kind == "number" and self._next.text.isdigit()
         value = self._base()
         if whole and (part := self._proper_fraction()) is not None:
-            value = _apply(value, part, "+")
+            value = apply(value, part, "+")
         if self._taken("^"):
             value = _power(value, self._exponent())
             if self._next.text == "^":
                 raise Unreadable("a power of a power without braces")
         while sign := self._taken("%", "°"):
-            value = _apply(value, Fraction(100), "/") if sign == "%" else value
+            value = apply(value, Fraction(100), "/") if sign == "%" else value
         return negated(value) if negative else value
 
     def _base(self) -> Value:
@@ -150,7 +146,7 @@ class _Parser:
             return number_of(token.text)
         if token.text == "\\frac":
             top = self._argument()
-            return _apply(top, self._argument(), "/")
+            return apply(top, self._argument(), "/")
         if token.text == "\\sqrt":
             return self._root()
         if token.text == "π":
@@ -158,7 +154,8 @@ class _Parser:
         if token.kind == "word":
             return self._letter(token)
         if token.text == "|":
-            return abs_of(self._closed("|"))
+            value = self._closed("|")
+            return negated(value) if value < 0 else value
         if token.text in _BRACKETS:
             return self._closed(_BRACKETS[token.text])
         raise Unreadable(f"{token.text!r} is not expected" if token.text else "it ends too early")
@@ -199,19 +196,19 @@ class _Parser:
 
     def _root(self) -> Value:
         index = self._closed("]") if self._taken("[") else Fraction(2)
-        radicand = self._base() if self._next.kind == "number" else self._closed_or_argument()  # a number: √16
-        return _power(radicand, _apply(Fraction(1), index, "/"))
+        return _power(self._operand(), apply(Fraction(1), index, "/"))
 
-    def _closed_or_argument(self) -> Value:
+    def _operand(self) -> Value:
+        """The value under a root or in an exponent: a whole number, as people mean √16 and 2^10, or an argument."""
+        if self._next.kind == "number":
+            return self._base()
         return self._closed(")") if self._taken("(") else self._argument()
 
     def _exponent(self) -> Value:
         if sign := self._taken("-", "+"):
             value = self._exponent()
             return negated(value) if sign == "-" else value
-        return (
-            self._base() if self._next.kind == "number" else self._closed_or_argument()
-        )  # a number: 2^10, as people mean it
+        return self._operand()
 
     def _proper_fraction(self) -> Fraction | None:
         """The proper fraction that follows a whole number (a mixed number); None if there is none."""
@@ -224,7 +221,7 @@ class _Parser:
             self.at += 3
             if len(texts[0] + texts[2]) >= DIGITS:
                 raise Unreadable("a number beyond all sizes")
-            value = _apply(Fraction(int(texts[0])), Fraction(int(texts[2])), "/")
+            value = apply(Fraction(int(texts[0])), Fraction(int(texts[2])), "/")
         else:
             return None
         if isinstance(value, Fraction) and 0 < value < 1:
@@ -264,7 +261,7 @@ class _Parser:
         return text
 
 
-def _apply(a: Value, b: Value, sign: str) -> Value:
+def apply(a: Value, b: Value, sign: str) -> Value:
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         value = a + b if sign == "+" else a * b if sign == "*" else a / b
         if value.numerator.bit_length() + value.denominator.bit_length() > 2 * _BITS:
@@ -278,10 +275,6 @@ def _apply(a: Value, b: Value, sign: str) -> Value:
 
 def negated(value: Value) -> Value:
     return value.copy_negate() if isinstance(value, Decimal) else -value  # `-` would round a Decimal
-
-
-def abs_of(value: Value) -> Value:
-    return value.copy_abs() if isinstance(value, Decimal) else abs(value)
 
 
 def _decimal(value: Value) -> Decimal:

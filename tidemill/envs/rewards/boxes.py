@@ -17,10 +17,7 @@ def boxed(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> tuple[list[str], int] | None:
-    """Contents of the last boxes side by side, and the place after them; None without a box.
-
-    Only commas, spaces, "and" or "or" may stand between these boxes.
-    """
+    """Contents of the last boxes with only commas, "and" or "or" between them, and the place after; None without."""
     found = _places(text)
     if not found:
         bare = list(_BARE.finditer(text))
@@ -35,10 +32,7 @@ def last_boxes(text: str) -> tuple[list[str], int] | None:
 
 
 def _places(text: str) -> list[tuple[int, int, int]]:
-    """Places (start, start of content, closing brace) of all complete boxes, in order.
-
-    Of nested boxes it lists the innermost. It needs one pass: a completion may be a hundred kilobytes of braces.
-    """
+    """Places (start, start of content, closing brace) of complete boxes, innermost of nested ones, in one pass."""
     opens = {match.end(): match.start() for match in _BOX.finditer(text)}
     if not opens:
         return []

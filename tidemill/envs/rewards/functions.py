@@ -32,10 +32,7 @@ def exact(completion: str, answer: object, *, normalise: bool = False) -> float 
 
 
 def regex(completion: str, answer: object, *, pattern: str, normalise: bool = False) -> float | None:
-    """Compare the last match of `pattern` (its first group, or the whole match) with the answer.
-
-    None when the row has no answer.
-    """
+    """Compare the last match of `pattern` (its first group, if any) with the answer; None without an answer."""
     if missing(answer):
         return None
     matches = list(re.finditer(pattern, completion, re.DOTALL))

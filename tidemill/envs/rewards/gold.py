@@ -1,8 +1,7 @@
-"""Gold replies, which a reward must give the full score; the audit before a run uses them.
+"""Gold replies, which a reward must give the full score; `run.preflight.reward_audit` uses them.
 
 For a named reward it is the task's answer, in the form that the reward reads. For a user's reward it is the result of the
-function `gold` beside it, whose parameters are filled by name as the reward's are. Without such a function it is the answer
-itself, if the reward is given the answer. See `run.preflight.reward_audit`.
+function `gold` beside it, or without one the answer itself, if the reward is given the answer.
 """
 
 from __future__ import annotations
@@ -54,14 +53,9 @@ def told_by(teller: Teller, task: Task) -> Gold:
     try:
         parameters = inspect.signature(teller).parameters.values()
         every = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        return checked(teller(**{k: v for k, v in values.items() if every or k in {p.name for p in parameters}}), task)
-    except ConfigError:
-        raise
+        reply = teller(**{k: v for k, v in values.items() if every or k in {p.name for p in parameters}})
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"gold() of task {task.id} raised {type(error).__name__}: {error}") from error
-
-
-def checked(reply: Any, task: Task) -> Gold:
     if reply is None:
         return Unscorable("gold() knows none")
     if isinstance(reply, str | Unscorable) or (isinstance(reply, list) and reply and all(isinstance(r, str) for r in reply)):

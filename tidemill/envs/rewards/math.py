@@ -91,10 +91,7 @@ def _limited(judged: Callable[[], float | None]) -> float | None:
 
 @contextmanager
 def _limit() -> Iterator[None]:
-    """Limit the processor time of the context; raises _TooLong. Only a main thread can have a limit.
-
-    Processor time, not the clock, so that other programs on the machine change no verdict.
-    """
+    """Limit processor time, which other programs do not change; raises _TooLong. Only in a main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

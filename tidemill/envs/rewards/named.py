@@ -38,10 +38,7 @@ NAMED = {
 
 
 def named_reward(name: str) -> tuple[str, Signature]:
-    """Reference and signature of a named reward.
-
-    Raises ConfigError when there is no reward of this name, or its package is missing.
-    """
+    """Reference and signature of a named reward. Raises ConfigError when it or its package is missing."""
     if name not in NAMED:
         near = difflib.get_close_matches(name, NAMED, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(NAMED)}; or FILE.py:FUNCTION"

@@ -21,11 +21,11 @@ from tidemill.envs.rewards.arithmetic import (
     Token,
     Unreadable,
     Value,
+    apply,
     equal,
     evaluate,
     negated,
     number_of,
-    times,
     tokens_of,
 )
 from tidemill.envs.rewards.boxes import last_boxes
@@ -81,10 +81,7 @@ class _Run:
 
 
 def reading_of(text: str, *, alone: bool = False) -> Reading:
-    """Read the final number of a text.
-
-    alone: the text is an answer and nothing else, so a second number belongs to the answer.
-    """
+    """Read the final number of a text. alone: the text is an answer, so a second number belongs to it."""
     boxes = last_boxes(text)
     if boxes is not None and any(_HOLDS_NUMBER.search(content) for content in boxes[0]):
         found = _read(", ".join(boxes[0]) if len(set(boxes[0])) > 1 else boxes[0][0], alone=True)
@@ -174,7 +171,7 @@ def _reading(run: _Run) -> Reading:
         value = negated(value)
     word = after[0].text.lower().strip("« »") if after else ""
     if percent or word in PARTS or (word == "per" and after[1:2] and after[1].text.lower() == "cent"):
-        return Reading(times(value, PARTS.get(word, Fraction(1, 100))), (*others, value), percent=value)
+        return Reading(apply(value, PARTS.get(word, Fraction(1, 100)), "*"), (*others, value), percent=value)
     scale = SCALES.get(after[0].text, SCALES.get(word)) if after else None
     if scale is not None and isinstance(value, Fraction):
         return Reading(value * scale, (*others, value))
@@ -271,10 +268,7 @@ def _runs(sentence: Sequence[Token]) -> list[_Run]:
 
 
 def _belongs(sentence: Sequence[Token], i: int) -> bool:
-    """True when a token is part of arithmetic.
-
-    A letter is part of it as a variable, beside a number or an operator.
-    """
+    """True when a token is part of arithmetic: a letter is, as a variable, beside a number or an operator."""
     earlier, before, token, after, later = (sentence[j] if 0 <= j < len(sentence) else END for j in range(i - 2, i + 3))
     if token.text == ":":
         return before.kind == after.kind == "number"

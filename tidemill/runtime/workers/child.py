@@ -1,7 +1,4 @@
-"""Parent's side of one worker process: start it, exchange frames, kill it with all it started.
-
-It also keeps the end of the worker's output, to say why a worker ended.
-"""
+"""Parent's side of one worker process: start it, exchange frames, kill it, say why it ended."""
 
 from __future__ import annotations
 
@@ -39,10 +36,9 @@ _numbers = itertools.count()
 
 
 async def closed(stdin: asyncio.StreamWriter) -> None:
-    """Wait until a stdin that was closed is really closed.
+    """Wait until a stdin that was closed is really closed, and drop the error for bytes that nobody read.
 
-    An error for bytes that the process did not read is swallowed here. Otherwise asyncio would report it when the pipe is
-    garbage collected, in the middle of unrelated work.
+    Otherwise asyncio would report it when the pipe is garbage collected, in the middle of unrelated work.
     """
     with suppress(OSError):
         await asyncio.wait_for(asyncio.shield(stdin.wait_closed()), REAP_LIMIT_S)
@@ -92,26 +88,20 @@ class WorkerProcess:
         self._stdin.write(framed(body))
 
     async def receive(self, most: int) -> bytes:
-        """The next frame, at most `most` bytes long.
-
-        Raises CodecError when it is longer, IncompleteReadError when the worker closes its stdout.
-        """
-        # bounded: by the caller, and by the worker's death
-        header = await self._stdout.readexactly(HEADER_BYTES)
-        # bounded: as above
-        return await self._stdout.readexactly(size_of(header, most))
+        """The next frame. Raises CodecError when it is longer than `most` bytes, IncompleteReadError when none comes."""
+        header = await self._stdout.readexactly(HEADER_BYTES)  # bounded: by the caller, and by the worker's death
+        return await self._stdout.readexactly(size_of(header, most))  # bounded: as above
 
     def kill(self) -> None:
-        """Kill the worker and its process group.
-
-        Its keepers kill what else it started. Elsewhere than on Linux there are none, so its children are killed here.
-        """
-        if self._process.returncode is None:
-            if not keeper.KEEPERS:
-                self._kill_children()
+        """Kill the worker and its process group. Its keepers, if there are any, kill what else it started."""
+        alive = self._process.returncode is None
+        if alive and not keeper.KEEPERS:
+            with suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(self.pid).children(recursive=True):
+                    _signal(os.kill, child.pid)
+        if alive:
             _signal(os.kill, self.pid)
-            _signal(os.killpg, self.pid)
-        elif not keeper.KEEPERS:
+        if alive or not keeper.KEEPERS:
             _signal(os.killpg, self.pid)
 
     async def reap(self) -> None:
@@ -130,11 +120,6 @@ class WorkerProcess:
         # asyncio closes the pipes when it has read them to their end, which may be after the last turn of its loop.
         self._process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
         await closed(self._stdin)
-
-    def _kill_children(self) -> None:
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.pid).children(recursive=True):
-                _signal(os.kill, child.pid)
 
     async def epitaph(self) -> str:
         """Describe how the worker ended, with the last line of its output."""
@@ -172,10 +157,8 @@ class WorkerProcess:
         return self.last_words()
 
     async def _exited(self) -> int | None:
-        """Its exit status, or None when it does not end within REAP_LIMIT_S.
-
-        `Process.wait` would also wait for every other process that holds its stderr.
-        """
+        """Its exit status, or None when it does not end within REAP_LIMIT_S."""
+        # `Process.wait` would also wait for every other process that holds its stderr.
         deadline = time.monotonic() + REAP_LIMIT_S
         while self._process.returncode is None and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
@@ -192,7 +175,5 @@ class WorkerProcess:
 
 
 def _signal(send: Callable[[int, int], None], target: int) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # gone; macOS raises EPERM for a group of zombies
         send(target, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # gone; macOS raises EPERM for a group of zombies
-        return

@@ -1,9 +1,8 @@
 """Guard process: kills the workers that are left when the process that started it dies.
 
-It reads lines `+GROUP` and `-GROUP` from stdin and kills those process groups when stdin ends. It is run by its path,
-without site packages (`python -I -S`), so it is small. It covers what a worker's keepers do not: keepers that were stopped
-or killed together, and systems without keepers. Its argument is the mark of this run's workers: a process with the mark in
-its environment was started by one of them, wherever it is now.
+It reads lines `+GROUP` and `-GROUP` from stdin and kills those process groups when stdin ends. It covers what a worker's
+keepers do not: keepers that were stopped or killed together, and systems without keepers. Its argument is the mark that all
+processes of this run's workers have in their environment. It is run by its path, without site packages, so it is small.
 """
 
 import os
@@ -49,10 +48,7 @@ def strike(mark: bytes, keepers: bool) -> bool:
 
 
 def _read(pid: str, name: str) -> bytes:
-    """A file of /proc; empty for a process that is gone, dead or another user's.
-
-    An environment is that of the process's start.
-    """
+    """A file of /proc, as of the process's start; empty for a process that is gone or another user's."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read()

@@ -18,10 +18,7 @@ from tidemill.runtime.workers.worker_setup import Channel, FrameWriter, Handler,
 
 
 def serve(handler: Handler, most: int, forks: bool = False) -> None:
-    """Answer calls with `handler`. most: bytes of a frame that the parent takes.
-
-    forks: the handler keeps processes of its own from one call to the next.
-    """
+    """Answer calls with `handler`, in frames of `most` bytes. forks: it keeps processes of its own between calls."""
     frames_in, frames_out = worker_setup.settle()
     pipe, writer, before = os.fdopen(frames_in, "rb", closefd=False), FrameWriter(frames_out, most), Surroundings()
     kind = to_worker(handler.requests, handler.notes)
@@ -46,10 +43,7 @@ def _answer(
 
 
 class Surroundings:
-    """State of the process that a call may change, put back before the next call.
-
-    It is the working folder, the environment, a pending alarm, the recursion limit and the standard streams.
-    """
+    """State of the process that a call may change, put back before the next call."""
 
     def __init__(self) -> None:
         self._folder, self._variables, self._depth = os.getcwd(), dict(os.environ), sys.getrecursionlimit()
@@ -66,10 +60,7 @@ class Surroundings:
 
 
 def _has_children() -> bool:
-    """True when processes that a call started still exist or were not waited for.
-
-    Their exit statuses are left in place.
-    """
+    """True when processes that a call started still exist or were not waited for. They are not reaped here."""
     if sys.platform == "darwin":  # no waitid before Python 3.13; there they end when their worker does
         return False
     try:

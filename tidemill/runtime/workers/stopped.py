@@ -28,10 +28,7 @@ async def stopped_instead(pid: int, answer: asyncio.Future[Any]) -> bool:
 
 
 def stopped_at(pid: int) -> tuple[Any, ...] | None:
-    """CPU time and context switches of a stopped process; None when it is gone or not stopped.
-
-    The process has not run between two equal results.
-    """
+    """CPU time and context switches, equal while a stopped process has not run; None if not stopped or gone."""
     try:
         process = psutil.Process(pid)
         far = process.cpu_times(), process.num_ctx_switches()

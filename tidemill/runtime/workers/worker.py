@@ -19,18 +19,8 @@ import psutil
 from tidemill.core import serialization
 from tidemill.core.errors import CallFailed, CodecError, WorkerLost
 from tidemill.observability.stall_report import waiting
-from tidemill.runtime.workers import child
+from tidemill.runtime.workers import child, frames
 from tidemill.runtime.workers.child import WorkerProcess
-from tidemill.runtime.workers.frames import (
-    CallBegan,
-    CallFailure,
-    CallResult,
-    CancelCall,
-    WorkerCall,
-    WorkerNote,
-    WorkerPing,
-    from_worker,
-)
 from tidemill.runtime.workers.stopped import stopped_instead
 
 LOOKS = 20  # checks of a worker within a limit
@@ -62,22 +52,22 @@ class OpenCall:
         self.over = False  # the worker has ended it
 
     def tell(self, message: Any) -> None:
-        self._worker.post(WorkerNote(self.id, message))
+        self._worker.post(frames.WorkerNote(self.id, message))
 
     def fail(self, error: Exception) -> None:
         if not self.result.done():
             self.result.set_exception(error)
 
-    def take(self, frame: CallBegan | WorkerNote | CallResult | CallFailure) -> None:
+    def take(self, frame: frames.CallBegan | frames.WorkerNote | frames.CallResult | frames.CallFailure) -> None:
         began = self.began.done()
-        if isinstance(frame, CallBegan):
+        if isinstance(frame, frames.CallBegan):
             if not began:
                 self.began.set_result(None)
-        elif isinstance(frame, CallFailure):
+        elif isinstance(frame, frames.CallFailure):
             self.over = True
             reason = frame.reason if began else frame.reason.removeprefix("ConfigError: ")  # of an import: a sentence
             self.fail(CallFailed(reason, frame.trace, began))
-        elif isinstance(frame, CallResult):
+        elif isinstance(frame, frames.CallResult):
             self.over = True
             if not self.result.done():
                 self.result.set_result(frame.value)
@@ -90,7 +80,7 @@ class Worker:
 
     def __init__(self, process: WorkerProcess, kind: WorkerKind) -> None:
         self.process, self._kind = process, kind
-        self._frames = from_worker(kind.results, kind.notes)
+        self._frames = frames.from_worker(kind.results, kind.notes)
         self._calls: dict[int, OpenCall] = {}
         self._leaving: dict[int, tuple[str, int]] = {}  # cancelled calls, and the checks since then
         self._pinged = self._ponged = 0
@@ -100,7 +90,6 @@ class Worker:
 
     @property
     def load(self) -> int:
-        """The number of running calls."""
         return len(self._calls)
 
     async def call(
@@ -122,7 +111,7 @@ class Worker:
         if self.ended.done():
             raise self.ended.result()
         call = self._calls[number] = OpenCall(self, number, hear)
-        self.post(WorkerCall(number, request))
+        self.post(frames.WorkerCall(number, request))
         try:
             with waiting(f"{self._kind.title} ({self.process.pid})", what, limit_s):
                 if limit_s is not None:
@@ -150,10 +139,7 @@ class Worker:
             call.fail(WorkerLost(reason, kind, began=call.began.done()))
 
     async def serve(self) -> WorkerLost:
-        """Read the worker's frames and watch over it until it cannot be used; returns why.
-
-        Every open call has failed by then.
-        """
+        """Read frames and watch over the worker until it is of no use and every call has failed; returns why."""
         hearing = asyncio.ensure_future(self._hear())
         work = {hearing, asyncio.ensure_future(self._standing_still(hearing))}
         if self._kind.patience_s is not None:
@@ -170,10 +156,8 @@ class Worker:
                 task.cancel()
 
     async def _within(self, either: set[asyncio.Future[Any]], limit_s: float, what: str) -> None:
-        """Wait for one of two futures, and end the worker at the limit.
-
-        Time is counted in checks, not by the clock: while this process itself stood still, it could receive no reply.
-        """
+        """Wait for one of two futures, and end the worker at the limit."""
+        # Time is counted in checks, not by the clock: while this process itself stood still, it could receive no reply.
         for _ in range(LOOKS + 1):
             if (await asyncio.wait(either, timeout=limit_s / LOOKS, return_when=asyncio.FIRST_COMPLETED))[0]:
                 return
@@ -184,7 +168,7 @@ class Worker:
             self.end("cancelled", f"{what} was cancelled")
         elif not self.ended.done():
             self._leaving[number] = what, 0
-            self.post(CancelCall(number))
+            self.post(frames.CancelCall(number))
 
     async def _hear(self) -> tuple[str, str]:
         title = self._kind.title
@@ -198,10 +182,10 @@ class Worker:
             return "died", await self.process.epitaph()
 
     def _take(self, frame: Any) -> None:
-        if isinstance(frame, WorkerPing):
+        if isinstance(frame, frames.WorkerPing):
             self._ponged = frame.number
             return
-        ends = isinstance(frame, CallResult | CallFailure)
+        ends = isinstance(frame, frames.CallResult | frames.CallFailure)
         if ends:
             self._leaving.pop(frame.id, None)
         if frame.id in self._calls:
@@ -210,10 +194,7 @@ class Worker:
             self.end("left", f"a call of {self._kind.title} left processes behind")
 
     async def _watch(self, patience_s: float) -> tuple[str, str]:
-        """Wait until the worker is silent for its limit; returns the reason in words.
-
-        Time is counted in checks, not by the clock: while this process itself stood still, it could not receive an answer.
-        """
+        """Wait until the worker is silent for its limit, in checks as in `_within`; returns the reason in words."""
         numbers, silent = itertools.count(1), 0
         while True:
             await asyncio.sleep(patience_s / LOOKS)  # bounded: by `serve`
@@ -222,7 +203,7 @@ class Worker:
                 silent = 0
                 if self.watched and (self._calls or self._leaving):
                     self._pinged = next(numbers)
-                    self.post(WorkerPing(self._pinged))
+                    self.post(frames.WorkerPing(self._pinged))
             if silent > LOOKS:
                 return "timeout", f"{self._kind.title} did not give control back for {patience_s:g} s{await self._where()}"
             for number, (what, checks) in self._leaving.items():

@@ -8,18 +8,55 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tidemill.core.errors import CallFailed, NoWorkers, WorkerLost
-from tidemill.runtime.workers.child import REAP_LIMIT_S, STARTUP_LIMIT_S, WorkerProcess
-from tidemill.runtime.workers.guard_client import Guard
+from tidemill.runtime.workers import guard
+from tidemill.runtime.workers.child import MARK, REAP_LIMIT_S, STARTUP_LIMIT_S, WorkerProcess, closed
 from tidemill.runtime.workers.worker import OpenCall, Worker, WorkerKind
 
 Lost = Callable[[str], float]
 """From the reason of a lost worker to the seconds before the next one starts. Raises when it was one too many."""
+
+
+class Guard:
+    """Handle of the guard process, which kills a pool's workers if this process dies (see `guard`)."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()  # bounded: it covers the start of one process, which does not wait for it
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the guard process unless it runs."""
+        async with self._lock:
+            if self._process is None:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", str(Path(guard.__file__)), MARK),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+
+    def tell(self, sign: str, group: int) -> None:
+        """Add ("+") or remove ("-") a worker's process group."""
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(f"{sign}{group}\n".encode())
+
+    async def close(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await asyncio.wait_for(self._process.wait(), REAP_LIMIT_S)
+            await closed(self._process.stdin)
+            self._process = None
 
 
 @dataclass(slots=True, eq=False)
@@ -75,10 +112,7 @@ class WorkerPool:
         limit_s: float | None = None,
         hear: Callable[[OpenCall, Any], None] | None = None,
     ) -> Any:
-        """Have a worker answer a request; see `Worker.call`. Raises also NoWorkers.
-
-        Waiting for a worker does not count towards the limit.
-        """
+        """Have a worker answer a request (see `Worker.call`); the wait for one does not count. Raises also NoWorkers."""
         number = next(self._ids)
         async with self._free:  # bounded: by the limits of the calls before it, or by the caller's deadline
             slot, worker = await self._choose()
@@ -86,7 +120,6 @@ class WorkerPool:
             return await worker.call(number, request, what, loads=loads, limit_s=limit_s, hear=hear)
 
     async def start(self) -> None:
-        """Start every worker now instead of at the first calls."""
         for slot in self._slots:
             self._fill(slot)
         while not all(slot.up for slot in self._slots):
@@ -105,10 +138,7 @@ class WorkerPool:
         await self._guard.close()
 
     async def _choose(self) -> tuple[_Slot, Worker]:
-        """The least busy worker that is up, or the first one to come up.
-
-        Raises WorkerLost when it cannot be started.
-        """
+        """The least busy worker that is up, or the first to come up. Raises WorkerLost when it cannot be started."""
         while True:
             slot = min(self._slots, key=lambda each: each.order)
             if self._failure is None and slot.worker is not None and slot.up:
@@ -132,9 +162,11 @@ class WorkerPool:
 
     def _wake(self, error: Exception | None = None) -> None:
         changed, self._changed = self._changed, None
-        if changed is not None and error is None:
+        if changed is None:
+            return
+        if error is None:
             changed.set_result(None)
-        elif changed is not None and error is not None:
+        else:
             changed.set_exception(error)
             changed.exception()  # whoever waited may have left
 
@@ -166,13 +198,10 @@ class WorkerPool:
             slot.keeper = None
 
     async def _employ(self, slot: _Slot) -> WorkerLost:
-        """Run one worker from its start to its end; returns why it ended.
-
-        Raises WorkerLost or OSError when it does not come up, and NoWorkers when no other one would.
-        """
+        """Run one worker to its end; returns why it ended. Raises WorkerLost, OSError, or NoWorkers for no other."""
         await self._guard.start()
         process = await WorkerProcess.start(self.kind.module, self.kind.title, self.kind.memory_mb)
-        self._guard.add(process.pid)
+        self._guard.tell("+", process.pid)
         self.starts += 1
         worker = Worker(process, self.kind)
         serving = asyncio.ensure_future(worker.serve())
@@ -197,4 +226,4 @@ class WorkerPool:
     async def _reap(self, process: WorkerProcess) -> None:
         await process.reap()
         process.kill()  # again, for processes forked while the first signal was on its way
-        self._guard.discard(process.pid)
+        self._guard.tell("-", process.pid)

@@ -81,10 +81,7 @@ def failure(number: int, error: BaseException, children: bool = False) -> CallFa
 
 
 def settle() -> tuple[int, int]:
-    """Set limits, tie this process to its parent, and return the frames' descriptors (in, out).
-
-    The arguments of the program are MiB of address space, 0 for no limit, and the parent's process id.
-    """
+    """Set limits by the program's arguments (MiB, 0: none; parent), and return the frames' descriptors (in, out)."""
     memory_mb, parent = int(sys.argv[1]), int(sys.argv[2])
     if not kept:
         die_with(parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tidemill.core.types import InfraError, Score, Unscorable
-from tidemill.envs.rewards.weighted import alone_enough, told_apart, weighted
+from tidemill.envs.reward_list import SeveralRewards, told_apart, weighted
 
 NONE = Unscorable("f returned None")
 LOST = InfraError("g raised")
@@ -60,5 +60,6 @@ def test_each_has_a_name_of_its_own(given, names):
 
 
 def test_the_rewards_that_alone_make_an_attempt_count_as_solved():
-    assert alone_enough(["f", "g"], [1.0, 0.2]) == ["f"]
-    assert alone_enough(["f", "g"], [0.8, 0.2]) == [] == alone_enough(["f"], [1.0])
+    (note,) = SeveralRewards([], ["f", "g"], [1.0, 0.2]).notes
+    assert "which f alone may reach" in note
+    assert SeveralRewards([], ["f", "g"], [0.8, 0.2]).notes == [] == SeveralRewards([], ["f"], [1.0]).notes
