@@ -42,7 +42,7 @@ from tidemill.core.types import (
 )
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
-from tidemill.envs.task_order import task_order
+from tidemill.envs.curriculum import task_order
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 

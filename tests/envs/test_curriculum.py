@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.core.types import GREEDY, Finish, Group, Score, Task, Trajectory
-from tidemill.envs.curriculum import EXPLORE, KEPT, Curriculum, Order, Pool
-from tidemill.envs.task_order import task_order, turns
+from tidemill.envs.curriculum import EXPLORE, KEPT, Curriculum, Order, Pool, task_order, turns
 
 ORDERS: tuple[Order, ...] = ("shuffled", "frontier", "easy_first", "mixed")
 NAN = float("nan")

@@ -13,11 +13,11 @@ from tidemill.core.config import Config, build, dump
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
 from tidemill.envs.build_environment import make_environment, reward_environment
+from tidemill.envs.curriculum import task_order
 from tidemill.envs.environment import environment
 from tidemill.envs.environment_settings import EnvSettings
-from tidemill.envs.python_tasks import splits_of
 from tidemill.envs.reward_workers.reward_pool import RewardPool
-from tidemill.envs.task_order import task_order
+from tidemill.envs.tasks import splits_of
 
 
 class Recipe(Config):

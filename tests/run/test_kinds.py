@@ -32,8 +32,7 @@ from tidemill.run.placement_kinds import BasePlacementSettings as BasePlacement
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.roles import build_role, start_engine, start_role
 from tidemill.run.storage.run_folder import RunFolder
-from tidemill.runtime.inline import Inline
-from tidemill.runtime.placement import Placement
+from tidemill.runtime.placement import Inline, Placement
 from tidemill.trainer.trainer_kinds import TRAINERS, TrainerSettings, TrainerSpec
 from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings, SyncSettings
 from tidemill.weight_sync.transport import Transport, checkpoint

@@ -13,9 +13,8 @@ from echo_worker import WORKER, Echo, Other, build
 
 from tidemill.core.errors import ConfigError, PolicyMismatch, StartFailed
 from tidemill.core.types import SamplingParams
-from tidemill.runtime.inline import Inline
 from tidemill.runtime.local import Local
-from tidemill.runtime.placement import Placement
+from tidemill.runtime.placement import Inline, Placement
 
 
 @pytest_asyncio.fixture(params=["inline", "local"])

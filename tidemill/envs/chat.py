@@ -42,9 +42,9 @@ from tidemill.models.tokenizer import Tokenizer
 HERE = 10_000  # a message of at most so many characters is tokenized on the event loop: that takes milliseconds
 
 
-def rollout_seeds(run_seed: int, group: int, sample: int, seat: int = 0) -> Callable[[int], int]:
+def rollout_seeds(run_seed: int, group: int, sample: int) -> Callable[[int], int]:
     """The sampling seed by turn for one seat's episode. Evaluation has another first word than "rollout"."""
-    return lambda turn: derive_seed(run_seed, "rollout", group, sample, seat, turn)
+    return lambda turn: derive_seed(run_seed, "rollout", group, sample, 0, turn)  # 0: the only seat
 
 
 class EpisodeChat:
@@ -61,7 +61,6 @@ class EpisodeChat:
         seeds: Callable[[int], int],
         policy: str = "policy",
         sample: int = 0,
-        seat: int = 0,
         vocab: int | None = None,
         extras: Sequence[TokenExtra] = (),
     ) -> None:
@@ -69,7 +68,7 @@ class EpisodeChat:
 
         seeds: from turn 0, 1, ... to its seed. vocab: size of the vocabulary. extras: recorded for each token."""
         self._engine, self._tokenizer, self._params, self._context = engine, tokenizer, params, context
-        self._key, self._seeds, self._policy, self._sample, self._seat = key, seeds, policy, sample, seat
+        self._key, self._seeds, self._policy, self._sample = key, seeds, policy, sample
         self._vocab, self._extras = vocab, extras
         self._renderer = renderer(tokenizer, context)
         self._given: list[Array] = []  # the tokens of each turn's message
@@ -128,7 +127,6 @@ class EpisodeChat:
             outcome=outcome,
             sources=tuple(sorted({version for reply in self._replies for version in reply.sources})),
             sample=self._sample,
-            seat=self._seat,
             turns=self.turns,
             temperature=self._params.temperature,
             text=self._text,

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from tidemill.core.interfaces import Chat, Environment, Gold
 from tidemill.core.types import Outcome, Task, Trajectory
+from tidemill.envs.curriculum import turns
 from tidemill.envs.environment import SingleTurn, gold_of, is_grouped
-from tidemill.envs.task_order import turns
 
 
 class Several:

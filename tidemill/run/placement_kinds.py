@@ -14,9 +14,8 @@ from pydantic import Field
 
 from tidemill.core.registry import KindSettings, Registry
 from tidemill.envs.environment_settings import EnvironmentWorkers
-from tidemill.runtime.inline import Inline
 from tidemill.runtime.local import Local
-from tidemill.runtime.placement import Factory, Liveness, Placement
+from tidemill.runtime.placement import Factory, Inline, Liveness, Placement
 from tidemill.weight_sync.sync_settings import BaseSyncSettings, SyncSettings
 
 _SETTINGS = "tidemill.run.placement_kinds:PlacementSettings"

@@ -21,7 +21,7 @@ from tidemill.controller.evaluation import Evaluator
 from tidemill.core.errors import ConfigError, RunFailed
 from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Array, LossSpec, Sample, Task, Version
-from tidemill.envs.task_order import task_order
+from tidemill.envs.curriculum import task_order
 from tidemill.models.chat_template import as_messages
 from tidemill.models.conversations import conversation, unknown_token
 from tidemill.models.tokenizer import Tokenizer

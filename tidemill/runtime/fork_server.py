@@ -65,16 +65,12 @@ class Serving(msgspec.Struct, frozen=True, tag="serving"):
 
 
 class Forked(msgspec.Struct, frozen=True, tag="forked"):
-    """Answer to a ForkRequest: the child's process id."""
-
-    id: int
+    id: int  # of the ForkRequest
     pid: Pid
 
 
 class ForkRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Answer to a ForkRequest that failed, with the reason."""
-
-    id: int
+    id: int  # of the ForkRequest
     why: str
 
 

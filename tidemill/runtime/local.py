@@ -35,7 +35,7 @@ from tidemill.runtime.placement import Liveness, Vitals
 from tidemill.runtime.process_logs import Log
 from tidemill.runtime.role_host import REPORT_LENGTH, Ready, Report
 from tidemill.runtime.rpc import Connection, check_deadlines
-from tidemill.runtime.wire_format import Beat, methods_of, rebuild
+from tidemill.runtime.wire_format import Beat, rebuild
 from tidemill.runtime.workers import stopped
 from tidemill.runtime.workers.stopped import stopped_instead
 
@@ -50,11 +50,9 @@ _MOST_REPORT = 1 << 20  # bytes
 class LocalProcess(Generic[T]):
     """A running child. Made by `Local.start`."""
 
-    def __init__(
-        self, connection: Connection[T], process: ForkedProcess, log: Log, closable: bool, liveness: Liveness | None
-    ) -> None:
+    def __init__(self, connection: Connection[T], process: ForkedProcess, log: Log, liveness: Liveness | None) -> None:
         self.name, self.pid, self._log = connection.name, process.pid, log
-        self._connection, self._process, self._closable = connection, process, closable
+        self._connection, self._process = connection, process
         self._stopping, self._killed = "", ""
         self._beat, self._heard = Beat(0.0, []), time.monotonic()
         loop = asyncio.get_running_loop()
@@ -83,7 +81,7 @@ class LocalProcess(Generic[T]):
         """End the process: close() in half of `deadline`, an exit or SIGTERM in a quarter each, then SIGKILL."""
         self._stopping = self._stopping or "was stopped"
         try:
-            if self._closable and self.alive and await self._closes(deadline / 2):
+            if hasattr(self.proxy, "close") and self.alive and await self._closes(deadline / 2):
                 await self._ended(deadline / 4)
             self._process.signal(signal.SIGTERM)  # a no-op if it has ended by now
             if not await self._ended(deadline / 4):
@@ -224,7 +222,7 @@ class Local:
             if isinstance(error, TimeoutError) and limit.expired():
                 raise PeerTimeout(name, "start", self._start_deadline) from None
             raise
-        handle = LocalProcess(connection, process, log, "close" in methods_of(protocol), self._liveness)
+        handle = LocalProcess(connection, process, log, self._liveness)
         self._started = [*(each for each in self._started if each.alive), handle]
         return handle
 

@@ -2,8 +2,8 @@
 
     call    [token, Call | Cancel | Hello | Ping, arguments]        reply    [Done | Failed, result]
 
-A failure is (type names, message, traceback). Errors that the caller can handle, above all the ValueError family, become the
-same type again; every other one becomes a `RemoteError` that shows the traceback of the other side.
+Errors that the caller can handle, above all the ValueError family, become the same type again; every other one becomes a
+`RemoteError` that shows the traceback of the other side.
 """
 
 from __future__ import annotations
@@ -24,28 +24,20 @@ _MAX_TRACE = 20_000  # characters of a traceback that are sent, counted from its
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
-    """Request to call a method; its encoded arguments are a frame of their own."""
-
     id: int
-    method: str
+    method: str  # its encoded arguments are a frame of their own
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Request to cancel the call with this id."""
-
-    id: int
+    id: int  # of the call to cancel
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Request for the names of the served methods."""
-
-    id: int
+    id: int  # the reply holds the names of the served methods
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Request for a Beat, answered by the peer's event loop whatever else it does."""
-
-    id: int
+    id: int  # the reply is a Beat, from the peer's event loop whatever else it does
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -56,14 +48,10 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Reply to a request that succeeded; the encoded result is a frame of its own."""
-
-    id: int
+    id: int  # of the request; the encoded result is a frame of its own
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Reply to a request that raised an exception."""
-
     id: int
     kinds: list[str]  # class names, from the exception's own up to Exception
     message: str

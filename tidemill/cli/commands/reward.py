@@ -17,9 +17,9 @@ from tidemill.cli.commands.logged_warnings import warnings_logged
 from tidemill.cli.commands.screen import console, print_json, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.envs.build_environment import make_environment
+from tidemill.envs.curriculum import task_order
 from tidemill.envs.environment_settings import AnyEnv, environments_of
 from tidemill.envs.json_lines import json_lines
-from tidemill.envs.task_order import task_order
 from tidemill.envs.tasks import check_data
 from tidemill.observability.safe_text import visible
 from tidemill.run.hub_names import fetched

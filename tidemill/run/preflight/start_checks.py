@@ -11,9 +11,8 @@ from tidemill.controller.offline_groups import check_offline
 from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import allow_files, usable_cores
 from tidemill.core.hub import shown
-from tidemill.envs.curriculum import Curriculum
+from tidemill.envs.curriculum import Curriculum, task_order
 from tidemill.envs.environment_mixture import parts_of
-from tidemill.envs.task_order import task_order
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.conversations import check_prompts
 from tidemill.run.preflight.probe_process import Preparation

@@ -4,8 +4,8 @@
     worker -> parent   CallBegan (all it needs is loaded: its limit begins), any number of WorkerNote, and one CallResult or
                        CallFailure; the WorkerPing
 
-Each call has a number of its own, so one worker can do many at a time. A frame is a length and the msgpack of one message.
-A reader refuses a frame that is too long or is no such message; a worker can do no more harm than that by what it writes.
+A frame is a length and the msgpack of one message. Each call has a number, so one worker can do many at a time. A reader
+refuses a frame that is too long or is no such message; a worker can do no more harm than that by what it writes.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class CancelCall(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerPing(msgspec.Struct, frozen=True, tag=True):
-    """Ping, which a worker with an event loop sends back."""
-
-    number: int
+    number: int  # a worker with an event loop sends it back
 
 
 class CallBegan(msgspec.Struct, frozen=True, tag=True):
@@ -66,7 +64,7 @@ class CallFailure(msgspec.Struct, frozen=True, tag=True):
 
 
 def to_worker(requests: Any, notes: Any) -> Any:
-    """The type of the frames to a worker, whose handler takes `requests`, and `notes` while it works on one."""
+    """The type of the frames to a worker; its handler takes `requests`, and `notes` while it works on one."""
     return WorkerCall[requests] | WorkerNote[notes] | CancelCall | WorkerPing
 
 

@@ -12,10 +12,10 @@ LOOK_S, LOOKS = 0.25, 6  # seconds between two looks; so many in a row must find
 
 
 async def stopped_instead(pid: int, answer: asyncio.Future[Any]) -> bool:
-    """Wait for a process's answer, or until the process is stopped and does nothing; True if stopped.
+    """Wait for a process's answer, or until it is stopped for good; True if it is.
 
-    A process that is stopped and continued over and over still runs in between, and one that a debugger holds is in another
-    state. This process may have been stopped too: a look that comes late says nothing about the time before it.
+    One that is stopped and continued over and over still runs in between. This process may have been stopped too: a look
+    that comes late says nothing about the time before it.
     """
     looks, seen, looked = 0, None, time.monotonic()
     while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:

@@ -60,18 +60,18 @@ class OpenCall:
 
     def take(self, frame: frames.CallBegan | frames.WorkerNote | frames.CallResult | frames.CallFailure) -> None:
         began = self.began.done()
+        self.over = self.over or isinstance(frame, frames.CallResult | frames.CallFailure)
         if isinstance(frame, frames.CallBegan):
             if not began:
                 self.began.set_result(None)
         elif isinstance(frame, frames.CallFailure):
-            self.over = True
             reason = frame.reason if began else frame.reason.removeprefix("ConfigError: ")  # of an import: a sentence
             self.fail(CallFailed(reason, frame.trace, began))
+        elif self.result.done():
+            return
         elif isinstance(frame, frames.CallResult):
-            self.over = True
-            if not self.result.done():
-                self.result.set_result(frame.value)
-        elif self._hear is not None and not self.result.done():
+            self.result.set_result(frame.value)
+        elif self._hear is not None:
             self._hear(self, frame.message)
 
 
