@@ -366,7 +366,7 @@ FAULTS = [
     ),
     Fault(
         "a call that is late goes on at the peer",
-        '            future.cancel()\n            await self._send(Cancel(request.id), b"")\n            raise PeerTimeout',
+        '            future.cancel()\n            await self._send(wire.Cancel(request.id), b"")\n            raise PeerTimeout',
         "            future.cancel()\n            raise PeerTimeout",
         "runtime/test_rpc.py",
     ),

@@ -178,10 +178,11 @@ class Curriculum:
         live = tuple(0 if part.pool.retired.all() else part.weight for part in self._parts)
         if not any(live):
             return None
-        cycle, ranks = _cycle(live)
+        cycle = _cycle(live)
         whole, place = divmod(group_id, len(cycle))
-        part = self._parts[cycle[place]]
-        index = part.pool.choose(group_id, whole * live[cycle[place]] + ranks[place])
+        k = cycle[place]
+        part = self._parts[k]
+        index = part.pool.choose(group_id, whole * live[k] + cycle[:place].count(k))
         assert index is not None, "its pool has one that is not retired"
         return self._tasks[part.first + index]
 
@@ -215,16 +216,6 @@ class Curriculum:
         return part, number - part.first
 
 
-@lru_cache(maxsize=64)
-def _cycle(weights: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """For each place in the cycle: the environment's index, and the count of its turns before."""
-    cycle, counts, ranks = turns(weights), [0] * len(weights), list[int]()
-    for k in cycle:
-        ranks.append(counts[k])
-        counts[k] += 1
-    return cycle, ranks
-
-
 def task_order(count: int, seed: int, position: int) -> int:
     """Index (0 to count-1) of the task at `position` 0, 1, 2, ...; each epoch has every task once.
 
@@ -254,3 +245,6 @@ def turns(weights: Sequence[int]) -> list[int]:
         raise ValueError(f"weights {list(weights)}: expected numbers >= 0, one of them positive")
     due = [((2 * j + 1) / weight, k) for k, weight in enumerate(weights) for j in range(weight)]
     return [k for _, k in sorted(due)]
+
+
+_cycle = lru_cache(maxsize=64)(turns)

@@ -27,22 +27,8 @@ from tidemill.core import serialization
 from tidemill.core.errors import CodecError, PeerDied, PeerTimeout
 from tidemill.core.interfaces import Progressing
 from tidemill.observability.stall_report import waiting
-from tidemill.runtime.wire_format import (
-    MAX_FRAME,
-    Beat,
-    Call,
-    Cancel,
-    Done,
-    Failed,
-    Hello,
-    Method,
-    Ping,
-    Reply,
-    Request,
-    failure,
-    methods_of,
-    rebuild,
-)
+from tidemill.runtime import wire_format as wire
+from tidemill.runtime.wire_format import MAX_FRAME, Method, methods_of
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
@@ -101,13 +87,13 @@ class RpcServer:
                 self.refused += 1
                 continue
             try:
-                self._accept(identity, serialization.decode(frames[2].buffer, Request), frames[3].buffer)
+                self._accept(identity, serialization.decode(frames[2].buffer, wire.Request), frames[3].buffer)
             except CodecError:
                 self.refused += 1
 
-    def _accept(self, identity: bytes, request: Request, payload: memoryview) -> None:
+    def _accept(self, identity: bytes, request: wire.Request, payload: memoryview) -> None:
         key = identity, request.id
-        if isinstance(request, Cancel):
+        if isinstance(request, wire.Cancel):
             if task := self._tasks.get(key):
                 task.cancel()
         elif key in self._tasks:
@@ -117,15 +103,15 @@ class RpcServer:
             self._tasks[key] = task
             task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
-    async def _answer(self, identity: bytes, request: Call | Hello | Ping, payload: memoryview) -> None:
-        reply: Reply = Done(request.id)
+    async def _answer(self, identity: bytes, request: wire.Call | wire.Hello | wire.Ping, payload: memoryview) -> None:
+        reply: wire.Reply = wire.Done(request.id)
         result = b""
-        if isinstance(request, Call):
+        if isinstance(request, wire.Call):
             self._busy[identity, request.id] = request.method[:80], time.monotonic()
         try:
             result = await self._perform(request, payload)
         except (Exception, asyncio.CancelledError) as error:  # any error goes to the caller
-            reply = failure(request.id, error)
+            reply = wire.failure(request.id, error)
         finally:
             if self._busy.pop((identity, request.id), None):
                 self._answered += 1
@@ -134,14 +120,14 @@ class RpcServer:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # both mean that the caller is gone
                 raise
-        if isinstance(request, Call) and request.method == "close" and isinstance(reply, Done):
+        if isinstance(request, wire.Call) and request.method == "close" and isinstance(reply, wire.Done):
             self.closed = True
             self.stop()
 
-    async def _perform(self, request: Call | Hello | Ping, payload: memoryview) -> bytes:
-        if isinstance(request, Hello):
+    async def _perform(self, request: wire.Call | wire.Hello | wire.Ping, payload: memoryview) -> bytes:
+        if isinstance(request, wire.Hello):
             return serialization.encode(sorted(self._methods))
-        if isinstance(request, Ping):
+        if isinstance(request, wire.Ping):
             return serialization.encode(self._beat())
         method = self._methods.get(request.method)
         if method is None:
@@ -152,10 +138,10 @@ class RpcServer:
             raise ValueError(f"{method.name}() returned {len(result)} bytes: at most {self._max_frame} travel")
         return result
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> wire.Beat:
         now = time.monotonic()
         done = self._target.progress() if isinstance(self._target, Progressing) else 0.0
-        return Beat(self._answered + done, [(method, now - since) for method, since in self._busy.values()])
+        return wire.Beat(self._answered + done, [(method, now - since) for method, since in self._busy.values()])
 
 
 class Connection(Generic[T]):
@@ -194,18 +180,18 @@ class Connection(Generic[T]):
         bound.apply_defaults()
         payload = serialization.encode(tuple(bound.arguments.values()))
         seconds = self._deadlines.get(method.name, self._deadline)
-        raw = await self._request(Call(next(self._ids), method.name), payload, method.name, seconds)
+        raw = await self._request(wire.Call(next(self._ids), method.name), payload, method.name, seconds)
         return serialization.decode(raw, method.result)
 
     async def hello(self, seconds: float) -> None:
         """Wait for the peer. Raises ValueError when it lacks methods of the protocol."""
-        raw = await self._request(Hello(next(self._ids)), b"", "hello", seconds)
+        raw = await self._request(wire.Hello(next(self._ids)), b"", "hello", seconds)
         if missing := set(self._methods) - set(serialization.decode(raw, list[str])):
             raise ValueError(f"{self.name} does not serve {', '.join(sorted(missing))}")
 
-    async def ping(self, seconds: float) -> Beat:
+    async def ping(self, seconds: float) -> wire.Beat:
         """Ask for a heartbeat. Raises PeerTimeout when the peer's event loop does not answer in time."""
-        return serialization.decode(await self._request(Ping(next(self._ids)), b"", "ping", seconds), Beat)
+        return serialization.decode(await self._request(wire.Ping(next(self._ids)), b"", "ping", seconds), wire.Beat)
 
     def died(self, how: str) -> None:
         """Fail every pending and every later call with PeerDied. The first reason is kept."""
@@ -223,7 +209,9 @@ class Connection(Generic[T]):
         self._socket.close(linger=0)
         self._context.term()  # bounded: by the sockets' linger
 
-    async def _request(self, request: Call | Hello | Ping, payload: bytes, what: str, seconds: float) -> memoryview:
+    async def _request(
+        self, request: wire.Call | wire.Hello | wire.Ping, payload: bytes, what: str, seconds: float
+    ) -> memoryview:
         if self._gone is not None:
             raise PeerDied(self.name, self._gone)
         if len(payload) > self._max_frame:
@@ -231,22 +219,22 @@ class Connection(Generic[T]):
         future = self._pending[request.id] = asyncio.get_running_loop().create_future()
         try:
             await self._send(request, payload)
-            with nullcontext() if isinstance(request, Ping) else waiting(self.name, what, seconds):
+            with nullcontext() if isinstance(request, wire.Ping) else waiting(self.name, what, seconds):
                 await asyncio.wait({future}, timeout=seconds)
             if future.done():
                 return future.result()
             future.cancel()
-            await self._send(Cancel(request.id), b"")
+            await self._send(wire.Cancel(request.id), b"")
             raise PeerTimeout(self.name, what, seconds)
         except asyncio.CancelledError:
             future.cancel()
             if self._gone is None:
-                await self._send(Cancel(request.id), b"")
+                await self._send(wire.Cancel(request.id), b"")
             raise
         finally:
             del self._pending[request.id]
 
-    async def _send(self, request: Request, payload: bytes) -> None:
+    async def _send(self, request: wire.Request, payload: bytes) -> None:
         try:
             await _send(self._socket, [self._token, serialization.encode(request), payload])
         except zmq.Again:
@@ -257,15 +245,15 @@ class Connection(Generic[T]):
             frames = await self._socket.recv_multipart(copy=False)  # bounded: a watch; calls have their own deadlines
             try:
                 header, payload = frames
-                reply = serialization.decode(header.buffer, Reply)
+                reply = serialization.decode(header.buffer, wire.Reply)
             except (CodecError, ValueError):  # ValueError: another number of frames
                 self.died("sent a reply that is not readable")
                 continue
             future = self._pending.get(reply.id)
             if future is None or future.done():
                 continue  # the call was cancelled here
-            if isinstance(reply, Failed):
-                future.set_exception(rebuild(reply, self.name))
+            if isinstance(reply, wire.Failed):
+                future.set_exception(wire.rebuild(reply, self.name))
             else:
                 future.set_result(payload.buffer)
 
