@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -19,10 +19,6 @@ class Several:
         """weights: by name; groups and held-out tasks come in proportion to them."""
         self.parts, self.weights = dict(parts), dict(weights)
         self.name = " + ".join(parts)
-
-    def each(self, change: Callable[[str, Environment], Environment]) -> Several:
-        """A copy in which `change(name, environment)` has replaced every environment."""
-        return Several({name: change(name, part) for name, part in self.parts.items()}, self.weights)
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self._train if split == "train" else self._eval

@@ -139,7 +139,9 @@ def in_workers(
     """
     if isinstance(environment, Several):
         own = {each.name: each for each in written} if isinstance(written, tuple) else {}
-        return environment.each(lambda name, part: in_workers(part, settings, lost, note, own.get(name), source))
+        parts = environment.parts.items()
+        moved = {name: in_workers(part, settings, lost, note, own.get(name), source) for name, part in parts}
+        return Several(moved, environment.weights)
     if isinstance(environment, SingleTurn) or settings.workers == 0:
         return environment
     why = "an object lives in one process"

@@ -8,11 +8,11 @@ a function that only this process has (it closes over a client, say)  -> a threa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tidemill.core.errors import ConfigError, NotImportable, Overdue
 from tidemill.core.import_object import load_object
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from tidemill.envs.reward_workers.reward_pool import RewardPool
 
 
-class Judge(Protocol):
-    """Interface of a judge: outcomes of a group's attempts, in their order."""
-
-    async def __call__(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]: ...
+Judge = Callable[[Task, list[Trajectory]], Awaitable[list[Outcome]]]
+"""Gives the outcomes of a group's attempts, in their order."""
 
 
 class RewardJudge:

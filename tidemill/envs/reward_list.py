@@ -113,8 +113,7 @@ def weighted(names: Sequence[str], weights: Sequence[float], outcomes: Sequence[
 
     If one reward fails, the result is its InfraError: a sum without that term would be a wrong score (I5).
     """
-    failed = [outcome for outcome in outcomes if isinstance(outcome, InfraError)]
-    if failed:
+    if failed := [outcome for outcome in outcomes if isinstance(outcome, InfraError)]:
         return failed[0]
     scores = [(n, w, o) for n, w, o in zip(names, weights, outcomes, strict=True) if isinstance(o, Score)]
     if not scores:

@@ -1,10 +1,8 @@
 """Signature of a reward function, whose parameters are filled by name.
 
-There are two forms, told apart by their parameters:
-
     (completion, ...)    once per attempt. Names: completion, prompt, task, and every column of the task's data.
     (completions, ...)   once per group, as in TRL. Names: completions, prompts, completion_ids, and every column as a
-                         list. Conversational prompts give conversational completions, as in TRL.
+                         list. Conversational prompts give conversational completions.
 
 `**kwargs` receives every column and name not listed. A parameter with a default keeps it when nothing has its name. A
 parameter that nothing can fill is an error before anything runs.

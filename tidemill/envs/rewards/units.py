@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 SCALES = {
@@ -14,44 +15,19 @@ PARTS = {
     **dict.fromkeys(("bps", "bp"), Fraction(1, 10_000)),
 }
 MINOR = {"cents": Fraction(1, 100), "cent": Fraction(1, 100), "¢": Fraction(1, 100), "m": Fraction(10**6)}  # possibly
-_UNITS = {
-    "m": "m meter meters metre metres",
-    "cm": "cm centimeter centimeters centimetre centimetres",
-    "mm": "mm millimeter millimeters millimetre millimetres",
-    "km": "km kilometer kilometers kilometre kilometres",
-    "in": "in inch inches",
-    "ft": "ft foot feet",
-    "yd": "yd yard yards",
-    "mi": "mi mile miles",
-    "g": "g gram grams",
-    "kg": "kg kilogram kilograms",
-    "mg": "mg milligram milligrams",
-    "lb": "lb lbs pound pounds",
-    "oz": "oz ounce ounces",
-    "l": "l L liter liters litre litres",
-    "ml": "ml mL milliliter milliliters",
-    "s": "s sec secs second seconds",
-    "min": "min mins minute minutes",
-    "h": "h hr hrs hour hours",
-    "day": "d day days",
-    "week": "week weeks",
-    "month": "month months",
-    "year": "yr yrs year years",
-    "dollar": "dollar dollars usd USD",
-    "cent": "cent cents ¢",
-    "euro": "euro euros eur EUR",
-    "degree": "degree degrees",
-    "radian": "rad radian radians",
-    "N": "N newton newtons",
-    "J": "J joule joules",
-    "W": "W watt watts",
-    "V": "V volt volts",
-    "A": "A",
-    "Hz": "Hz",
-    "mph": "mph",
-    "kmh": "kmh kph",
-}
-_NAMES = {name: unit for unit, names in _UNITS.items() for name in names.split()}
+# By kind. Each unit has the name of its first spelling.
+_UNITS = """
+m meter meters metre metres; cm centimeter centimeters centimetre centimetres
+mm millimeter millimeters millimetre millimetres; km kilometer kilometers kilometre kilometres
+in inch inches; ft foot feet; yd yard yards; mi mile miles
+g gram grams; kg kilogram kilograms; mg milligram milligrams; lb lbs pound pounds; oz ounce ounces
+l L liter liters litre litres; ml mL milliliter milliliters
+s sec secs second seconds; min mins minute minutes; h hr hrs hour hours; day d days; week weeks; month months
+year yr yrs years
+dollar dollars usd USD; cent cents ¢; euro euros eur EUR
+degree degrees; radian rad radians; N newton newtons; J joule joules; W watt watts; V volt volts; A; Hz; mph; kmh kph
+"""
+_NAMES = {name: names.split()[0] for names in re.split("[;\n]", _UNITS.strip()) for name in names.split()}
 
 
 def unit_of(word: str) -> str:
