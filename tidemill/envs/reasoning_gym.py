@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from tidemill.core import serialization
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Gold
 from tidemill.core.types import InfraError, Outcome, Score, Task, Trajectory, Unscorable
@@ -87,7 +86,7 @@ def _make(settings: ReasoningGymSettings) -> dict[str, list[tuple[int, str, str 
     try:
         done = subprocess.run(
             command,
-            input=serialization.encode(order),
+            input=msgspec.msgpack.encode(order),
             capture_output=True,
             timeout=MAKING_LIMIT_S,
             env={**os.environ, "PYTHONHASHSEED": "0"},
@@ -101,6 +100,6 @@ def _make(settings: ReasoningGymSettings) -> dict[str, list[tuple[int, str, str 
         last = done.stderr.decode(errors="replace").strip().rsplit("\n", 1)[-1]
         raise ConfigError(f"reasoning-gym's {settings.dataset} failed to make tasks with args={settings.args!r}: {last}")
     reply: dict[str, Any] = msgspec.msgpack.decode(done.stdout)
-    if reply["error"]:
+    if "error" in reply:
         raise ConfigError(reply["error"])
-    return reply  # type: ignore[return-value]
+    return reply

@@ -1,4 +1,4 @@
-"""reasoning-gym in other processes: makes tasks as a program (`Order` in, `Made` out), judges replies in reward workers.
+"""reasoning-gym in other processes: makes tasks as a program, judges replies in reward workers.
 
 Both run with a fixed hash seed, because some datasets iterate over sets: without it the same configuration gives other
 tasks in the next run. So an entry need not be sent: a worker makes it again from the dataset and the index.
@@ -21,29 +21,8 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
-from tidemill.core import serialization
-
 _APART = 0.9  # from this share of distinct answers on, no answer is in both splits either
 _NEAR = 0.7  # likeness from which a name is suggested
-
-
-class Order(msgspec.Struct, frozen=True):
-    """Request for the tasks of one dataset."""
-
-    dataset: str
-    args: dict[str, Any]
-    seed: int
-    size: int
-    eval_size: int
-    length: int  # size of the dataset from which the tasks are drawn
-
-
-class Made(msgspec.Struct, frozen=True):
-    """Entries as (index, question, answer), or why there are none."""
-
-    error: str = ""
-    train: list[tuple[int, str, str | None]] = []
-    eval: list[tuple[int, str, str | None]] = []
 
 
 def score(
@@ -66,28 +45,29 @@ def score(
     return [source.score_answer(answer, entry) for answer in answers]
 
 
-def make(order: Order) -> Made:
-    """Draw entries for both splits, which share no question, and no answer if those are almost unique."""
+def make(dataset: str, args: dict[str, Any], seed: int, size: int, eval_size: int, length: int) -> dict[str, Any]:
+    """Draw entries for both splits, which share no question, and no answer if those are almost unique.
+
+    length: size of the dataset from which they are drawn. Returns lists of (index, question, answer) as "train" and "eval",
+    or the "error" that prevents them.
+    """
     try:
-        source = _dataset(order.dataset, json.dumps(order.args, sort_keys=True), order.seed, order.length)
+        source = _dataset(dataset, json.dumps(args, sort_keys=True), seed, length)
     except (TypeError, ValueError, AssertionError) as error:
-        return Made(_why(order, error))
-    stream = iter(range(order.length))
+        return {"error": _why(dataset, args, error)}
+    stream = iter(range(length))
     seen: set[str] = set()
-    held_out = _draw(source, stream, seen, order.eval_size)
-    if len(held_out) < order.eval_size:
-        return Made(
-            f"reasoning-gym's {order.dataset} has about {len(held_out)} distinct questions with these args: "
-            f"lower eval_size={order.eval_size}, or widen args"
-        )
+    held_out = _draw(source, stream, seen, eval_size)
+    if len(held_out) < eval_size:
+        few = f"has about {len(held_out)} distinct questions with these args"
+        return {"error": f"reasoning-gym's {dataset} {few}: lower eval_size={eval_size}, or widen args"}
     answers = {_fold(answer) for _, _, answer in held_out if answer is not None}
     apart = answers if len(answers) >= _APART * len(held_out) else frozenset()
-    train = _draw(source, stream, seen, order.size, apart)
+    train = _draw(source, stream, seen, size, apart)
     if not train:
-        return Made(
-            f"reasoning-gym's {order.dataset} leaves nothing to train on: lower eval_size={order.eval_size}, or widen args"
-        )
-    return Made("", train, held_out)
+        few = "leaves nothing to train on"
+        return {"error": f"reasoning-gym's {dataset} {few}: lower eval_size={eval_size}, or widen args"}
+    return {"train": train, "eval": held_out}
 
 
 def _draw(source: Any, stream: Any, seen: set[str], count: int, answers: Set[str] = frozenset()) -> list:
@@ -120,18 +100,18 @@ def _fold(text: Any) -> str:
     return " ".join(str(text).casefold().split())
 
 
-def _why(order: Order, error: Exception) -> str:
-    if order.dataset not in DATASETS:
-        near = _near(order.dataset)
+def _why(dataset: str, args: dict[str, Any], error: Exception) -> str:
+    if dataset not in DATASETS:
+        near = _near(dataset)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(sorted(DATASETS))}"
-        return f"reasoning-gym has no dataset {order.dataset!r}; {hint}"
-    known = sorted({f.name for f in fields(DATASETS[order.dataset][1])} - {"seed", "size"})
-    unknown = [key for key in order.args if key not in known]
+        return f"reasoning-gym has no dataset {dataset!r}; {hint}"
+    known = sorted({f.name for f in fields(DATASETS[dataset][1])} - {"seed", "size"})
+    unknown = [key for key in args if key not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
-        return f"reasoning-gym's {order.dataset} has no argument {unknown[0]!r}; {hint}"
-    return f"reasoning-gym's {order.dataset} does not take args={order.args!r}: {error}"
+        return f"reasoning-gym's {dataset} has no argument {unknown[0]!r}; {hint}"
+    return f"reasoning-gym's {dataset} does not take args={args!r}: {error}"
 
 
 def _near(name: str) -> list[str]:
@@ -157,9 +137,9 @@ def _words(name: str) -> list[str]:
 def main() -> None:
     replies = os.dup(1)
     os.dup2(2, 1)  # output that the library prints must not mix with the reply
-    order: Order = serialization.decode(sys.stdin.buffer.read(), Order)  # bounded: the parent writes it at once
+    order = msgspec.msgpack.decode(sys.stdin.buffer.read())  # bounded: the parent writes it at once
     with os.fdopen(replies, "wb") as pipe:
-        pipe.write(serialization.encode(make(order)))
+        pipe.write(msgspec.msgpack.encode(make(**order)))
 
 
 if __name__ == "__main__":
