@@ -48,7 +48,7 @@ def reward_environment(
 ) -> SingleTurn:
     """A single-turn environment from tasks and a reward function, or several with weights.
 
-    source: a folder to which the source of a function without a file may be written, for the scoring workers.
+    source: a folder to which the source of a function without a file may be written, for the reward workers.
     """
     judge = judge_of(reward, pool, weights=weights, source=source)
     splits = splits_of(tasks, name or judge.name, share)

@@ -1,7 +1,7 @@
 """reasoning-gym datasets as environments, judged by the dataset's own scorer.
 
 The package is never imported in this process: a process of its own makes the tasks (see `reasoning_gym_worker`), and
-scoring workers judge the replies.
+reward workers judge the replies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reward model as a reward: a sequence-classification model's output at the last token.
 
-It runs in the scoring workers, each with a copy of the model, and judges a task's attempts in one forward pass.
+It runs in the reward workers, each with a copy of the model, and judges a task's attempts in one forward pass.
 """
 
 from __future__ import annotations

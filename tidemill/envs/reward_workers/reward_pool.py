@@ -23,7 +23,7 @@ _COUNTERS = ("calls", "scores", "unscorable", "errors", "timeouts", "deaths", "s
 
 
 class RewardPool:
-    """Pool of scoring workers, with counters of calls and failures."""
+    """Pool of reward workers, with counters of calls and failures."""
 
     def __init__(self, workers: int = 2, limit_s: float = 10.0, memory_mb: int = 0) -> None:
         """workers: number of processes (0 runs calls in this one, without a limit). memory_mb: 0 is unlimited."""

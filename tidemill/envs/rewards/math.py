@@ -3,7 +3,7 @@
 `answers` decides numbers and simple structures of them, and is always fast. Everything else goes to math-verify, a symbolic
 comparison that may run for ever or take all memory. Its own time-outs are off: they answer "wrong" where the truth is "not
 judged". Texts known to be heavy do not reach it, and a limit of processor time ends it with None, not zero. This module is
-imported only in scoring workers.
+imported only in reward workers.
 """
 
 from __future__ import annotations
