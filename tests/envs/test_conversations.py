@@ -14,8 +14,9 @@ from tidemill.controller.offline_groups import replies
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Task
 from tidemill.envs.build_environment import reward_environment
+from tidemill.envs.python_tasks import splits_of
 from tidemill.envs.reward_workers.reward_pool import RewardPool
-from tidemill.envs.tasks import splits_of, task_of, with_prompt
+from tidemill.envs.tasks import task_of, with_prompt
 
 
 def user(text: str, **more: Any) -> dict[str, Any]:

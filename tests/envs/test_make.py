@@ -16,8 +16,8 @@ from tidemill.envs.build_environment import make_environment, reward_environment
 from tidemill.envs.curriculum import task_order
 from tidemill.envs.environment import environment
 from tidemill.envs.environment_settings import EnvSettings
+from tidemill.envs.python_tasks import splits_of
 from tidemill.envs.reward_workers.reward_pool import RewardPool
-from tidemill.envs.tasks import splits_of
 
 
 class Recipe(Config):

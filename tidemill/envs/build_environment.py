@@ -13,11 +13,12 @@ from tidemill.envs.environment import FunctionEnvironment, SingleTurn
 from tidemill.envs.environment_mixture import Several
 from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSettings, ReasoningGymSettings, RowsSettings
 from tidemill.envs.guess import guess_game
+from tidemill.envs.python_tasks import TaskSource, splits_of
 from tidemill.envs.reasoning_gym import reasoning_gym
 from tidemill.envs.reward_list import Reward, judge_of
 from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.envs.task_files import row_splits, rows
-from tidemill.envs.tasks import TaskSource, check_splits, columns_of, splits_of
+from tidemill.envs.tasks import check_splits, columns_of
 
 
 def make_environment(settings: AnyEnv | tuple[AnyEnv, ...], pool: RewardPool) -> Environment:

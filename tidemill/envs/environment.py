@@ -19,8 +19,9 @@ from tidemill.core.interfaces import Chat, Checkable, Gold
 from tidemill.core.outcomes import outcome_of
 from tidemill.core.types import InfraError, Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.judge import Judge
+from tidemill.envs.python_tasks import TaskSource, splits_of
 from tidemill.envs.rewards.gold import Teller, told_by
-from tidemill.envs.tasks import Splits, TaskSource, check_splits, splits_of
+from tidemill.envs.tasks import Splits, check_splits
 
 Episode = Callable[[Task, Chat], Awaitable[Any]]
 

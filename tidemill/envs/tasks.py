@@ -1,15 +1,11 @@
-"""Turns rows into tasks: stable ids, the held-out split, and checks on every set of tasks.
-
-Tasks given in Python are a list, a function of the split, a dict of splits, or a `datasets` dataset.
-"""
+"""Turns rows into tasks: stable ids, the held-out split, and checks on every set of tasks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -20,10 +16,6 @@ from tidemill.core.types import Task
 from tidemill.models.chat_template import is_message
 
 COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages")  # of TRL's formats
-HELD_OUT = ("eval", "test", "validation")  # names of splits that are not trained on
-Rows = Sequence[Task | Mapping[str, Any]]
-TaskSource = Rows | Mapping[str, Rows] | Callable[[str], Rows] | Any
-"""The last is a `datasets.Dataset` or `DatasetDict`, whose package need not be installed."""
 Splits = Mapping[str, Sequence[Task]]
 DEEPEST = 100  # levels of nesting in a task's data, which later code reads recursively
 
@@ -173,51 +165,3 @@ def _plain(value: Any) -> Any:
     if not _is_talk(value):
         return value
     return [{key: part for key, part in each.items() if part is not None or key == "content"} for each in value]
-
-
-def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, list[Task]]:
-    """The splits "train" and "eval" of a task source. Raises ConfigError for one that is not usable."""
-    if callable(source):
-        return {split: _listed(source(split), f"{split} task", name) for split in ("train", "eval")}
-    if isinstance(source, Mapping):
-        return _of_splits(source, name, share)
-    return split_by_hash(_listed(source, "task", name), share)
-
-
-def _of_splits(source: Mapping[str, Any], name: str, share: float) -> dict[str, list[Task]]:
-    held_out = next((split for split in HELD_OUT if split in source), None)
-    if "train" not in source:
-        raise ConfigError(
-            f"environment {name!r}: tasks have the splits {', '.join(map(str, source)) or 'none'}: expected train, and one "
-            f"of {', '.join(HELD_OUT)} that is held out"
-        )
-    train = _listed(source["train"], "train task", name)
-    if held_out is None:
-        return split_by_hash(train, share)
-    return {"train": train, "eval": _listed(source[held_out], f"{held_out} task", name)}
-
-
-def _listed(rows: Any, what: str, name: str) -> list[Task]:
-    rows = _of_dataset(rows, name)
-    if not isinstance(rows, Sequence) or isinstance(rows, str):
-        raise ConfigError(
-            f"environment {name!r}: tasks are a {type(rows).__name__}: expected a list of tasks or rows, or a Dataset"
-        )
-    found = []
-    for number, row in enumerate(rows):
-        if not isinstance(row, Task | Mapping):
-            raise ConfigError(f"environment {name!r}: {what} {number} is a {type(row).__name__}: expected a Task or a row")
-        found.append(row if isinstance(row, Task) else task_of(row, f"environment {name!r}: {what} {number}"))
-    return told_apart(found)
-
-
-def _of_dataset(rows: Any, name: str) -> Any:
-    """A dataset's rows as plain values; anything else unchanged. Raises ConfigError for an endless stream."""
-    datasets = sys.modules.get("datasets")  # imported already, if the caller gives a dataset
-    if datasets is None or not hasattr(datasets, "Dataset"):
-        return rows
-    if isinstance(rows, datasets.IterableDataset):
-        raise ConfigError(
-            f"environment {name!r}: tasks are an IterableDataset, which may have no end: give list(tasks.take(10_000))"
-        )
-    return list(rows.with_format(None)) if isinstance(rows, datasets.Dataset) else rows

@@ -26,8 +26,8 @@ from tidemill.core.import_object import check_not_loading
 from tidemill.core.interfaces import Environment
 from tidemill.envs.build_environment import reward_environment
 from tidemill.envs.environment import FunctionEnvironment
+from tidemill.envs.python_tasks import TaskSource
 from tidemill.envs.rewards.signature import name_of
-from tidemill.envs.tasks import TaskSource
 from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.sinks import Callback
 from tidemill.run.recipe import RunConfig

@@ -1,0 +1,65 @@
+"""Tasks given in Python: a list, a function of the split, a dict of splits, or a `datasets` dataset."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Task
+from tidemill.envs.tasks import split_by_hash, task_of, told_apart
+
+Rows = Sequence[Task | Mapping[str, Any]]
+TaskSource = Rows | Mapping[str, Rows] | Callable[[str], Rows] | Any
+"""The last is a `datasets.Dataset` or `DatasetDict`, whose package need not be installed."""
+
+HELD_OUT = ("eval", "test", "validation")  # names of splits that are not trained on
+
+
+def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, list[Task]]:
+    """The splits "train" and "eval" of a task source. Raises ConfigError for one that is not usable."""
+    if callable(source):
+        return {split: _tasks(source(split), f"{split} task", name) for split in ("train", "eval")}
+    if isinstance(source, Mapping):
+        return _of_table(source, name, share)
+    return split_by_hash(_tasks(source, "task", name), share)
+
+
+def _of_table(source: Mapping[str, Any], name: str, share: float) -> dict[str, list[Task]]:
+    held_out = next((split for split in HELD_OUT if split in source), None)
+    if "train" not in source:
+        raise ConfigError(
+            f"environment {name!r}: tasks have the splits {', '.join(map(str, source)) or 'none'}: expected train, and one "
+            f"of {', '.join(HELD_OUT)} that is held out"
+        )
+    train = _tasks(source["train"], "train task", name)
+    if held_out is None:
+        return split_by_hash(train, share)
+    return {"train": train, "eval": _tasks(source[held_out], f"{held_out} task", name)}
+
+
+def _tasks(rows: Any, what: str, name: str) -> list[Task]:
+    rows = _of_dataset(rows, name)
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise ConfigError(
+            f"environment {name!r}: tasks are a {type(rows).__name__}: expected a list of tasks or rows, or a Dataset"
+        )
+    found = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, Task | Mapping):
+            raise ConfigError(f"environment {name!r}: {what} {number} is a {type(row).__name__}: expected a Task or a row")
+        found.append(row if isinstance(row, Task) else task_of(row, f"environment {name!r}: {what} {number}"))
+    return told_apart(found)
+
+
+def _of_dataset(rows: Any, name: str) -> Any:
+    """A dataset's rows as plain values; anything else unchanged. Raises ConfigError for an endless stream."""
+    datasets = sys.modules.get("datasets")  # imported already, if the caller gives a dataset
+    if datasets is None or not hasattr(datasets, "Dataset"):
+        return rows
+    if isinstance(rows, datasets.IterableDataset):
+        raise ConfigError(
+            f"environment {name!r}: tasks are an IterableDataset, which may have no end: give list(tasks.take(10_000))"
+        )
+    return list(rows.with_format(None)) if isinstance(rows, datasets.Dataset) else rows
