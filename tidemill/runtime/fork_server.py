@@ -11,7 +11,6 @@ get its id. The server ends with the controller, and its children end with the s
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import select
@@ -26,11 +25,11 @@ from typing import Annotated, Any
 import msgspec
 
 from tidemill.core import fault_injection
+from tidemill.runtime.workers.keeper import die_with_parent
 
 DESCRIPTORS = 3  # sent with a ForkRequest: the child's report pipe, its log, its working directory
 LENGTH = 4  # bytes of the length before each message
 MOST = 16 << 20  # bytes per message: a launch and an environment, which systems limit to a few megabytes
-_PR_SET_PDEATHSIG = 1
 
 Pid = Annotated[int, msgspec.Meta(gt=1)]  # signals to 0, 1 or -1 would go to others
 
@@ -120,11 +119,6 @@ def thread_count() -> int:
     """The number of threads of this process; outside Linux only those that Python started."""
     tasks = "/proc/self/task"
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else threading.active_count()
-
-
-def die_with_parent() -> bool:
-    """Have the kernel kill this process when the thread that started it ends; False where it cannot."""
-    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
 
 
 def _channel() -> socket.socket:

@@ -34,9 +34,6 @@ _LOOK_S = 0.005
 def main(module: str, memory_mb: str, parent: str) -> None:
     if KEEPERS:
         keep(int(parent))
-    from tidemill.runtime.workers import worker_setup  # in the worker alone: a keeper stays small
-
-    worker_setup.kept = KEEPERS
     os.write(1, PID.pack(os.getpid()))
     sys.argv = [module, memory_mb, parent]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -61,12 +58,17 @@ def keep(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
 
 
+def die_with_parent(number: int = signal.SIGKILL) -> bool:
+    """Have the kernel signal this process when the thread that started it ends; False where it cannot."""
+    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number) == 0
+
+
 def _become(name: bytes, when: int, parent: int) -> None:
     """Take a name, adopt orphans, and have the signal `when` sent here at the parent's end."""
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_NAME, name)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    prctl(_PR_SET_PDEATHSIG, when)
+    die_with_parent(when)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
 

@@ -8,10 +8,8 @@ processes that it forks lose the frames. The process dies with the one that star
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -20,10 +18,9 @@ from typing import Any, BinaryIO, Protocol
 from tidemill.core import fault_injection, serialization
 from tidemill.core.outcomes import clip, plain
 from tidemill.runtime.workers.frames import HEADER_BYTES, CallFailure, WorkerNote, framed, size_of
+from tidemill.runtime.workers.keeper import KEEPERS, die_with_parent
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _REASON, _TRACE = 2000, 6000  # characters of an exception and of its stack that are sent
-kept = False  # set by `keeper`: this process ends with its keepers, and they with the starter
 
 
 class Channel:
@@ -83,9 +80,10 @@ def failure(number: int, error: BaseException, children: bool = False) -> CallFa
 def settle() -> tuple[int, int]:
     """Set limits by the program's arguments (MiB, 0: none; parent), and return the frames' descriptors (in, out)."""
     memory_mb, parent = int(sys.argv[1]), int(sys.argv[2])
-    if not kept:
+    if not KEEPERS:  # which end with the starter, and this process with them
         die_with(parent)
-    _stand_apart()
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # Linux; not everywhere allowed
+        file.write("1000")  # the first to be killed when memory runs out
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
@@ -94,9 +92,8 @@ def settle() -> tuple[int, int]:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Have the kernel kill this process when its parent ends (Linux only), or has ended."""
+    die_with_parent()
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 
@@ -128,11 +125,3 @@ def _take_pipes() -> tuple[int, int]:
 
     os.register_at_fork(after_in_child=lose_frames)
     return frames_in, frames_out
-
-
-def _stand_apart() -> None:
-    """On Linux, adopt the orphans of children, and be the first to be killed when memory runs out."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # not everywhere allowed
-            file.write("1000")
