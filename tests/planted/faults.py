@@ -421,7 +421,7 @@ FAULTS = [
     ),
     Fault(
         "a worker may send a message of any length",
-        "    if len(text) > MAX_FRAME:",
+        "    if len(text) > wire.MAX_FRAME:",
         "    if False:",
         "envs/test_environment_workers.py::test_what_an_episode_gets_wrong_is_its_own_affair",
     ),
@@ -562,7 +562,7 @@ FAULTS = [
     ),
     Fault(
         "a keeper outlives who started it",
-        "    prctl(_PR_SET_PDEATHSIG, when)\n",
+        "    die_with_parent(when)\n",
         "",
         "runtime/workers/test_keeping.py",
     ),
