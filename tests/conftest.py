@@ -1,8 +1,12 @@
-"""Shared fixtures. Tests use one thread of torch, so that they run beside each other and give the same numbers."""
+"""Shared fixtures. Tests use one thread of torch, so that they run beside each other and give the same numbers.
+
+So do the processes that they start: threads that wait for each other on cores that other tests use burn ten times the work.
+"""
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before it is read: no test asks the hub, but those that bring one along
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

@@ -48,6 +48,7 @@ MOST_TURNS = 64
 QUICK_TASKS, QUICK_S = 8, 10.0  # tasks and seconds of the check that a run begins with
 OWN = "own"
 LONG = 20_000  # characters of the longest garbage
+SCRAMBLED = (string.ascii_lowercase.encode() + 6 * b" ") * 8  # makes letters and spaces of random bytes
 REFUSAL = "I'm sorry, but I can't help with that."
 Verdict = Literal["ok", "fails", "passes", "not judged", "not checked"]
 
@@ -212,14 +213,14 @@ def _replies(environment: Environment, task: Task, gold: Gold, own: Sequence[Own
 def _garbage(task: Task) -> dict[str, str]:
     """Replies that answer nothing, always the same for a task."""
     draw = Random(derive_seed("garbage", task.id))
-    words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 9))) for _ in range(LONG // 5)]
+    words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 9))) for _ in range(4)]
     prompt = task.prompt if isinstance(task.prompt, str) else str(task.prompt[-1]["content"])
     return {
-        "letters": " ".join(words[:4]),
+        "letters": " ".join(words),
         "digits": "".join(draw.choices(string.digits, k=17)),
         "echo": prompt,
         "refusal": REFUSAL,
-        "long": " ".join(words)[:LONG],
+        "long": draw.randbytes(LONG).translate(SCRAMBLED).decode(),
     }
 
 
