@@ -31,11 +31,7 @@ def flush_tree(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any], lasting: bool = True) -> None:
-    """Write `value` as JSON, so that `path` holds either the old text or all of the new.
-
-    The text goes to a file beside it, which is then renamed. lasting: flush it to disk as well; without, a power cut may
-    undo it.
-    """
+    """Write JSON to a file beside `path`, flush it if `lasting`, and rename it into place."""
     beside = path.with_name(path.name + ".partial")
     beside.write_text(json.dumps(value, indent=2) + "\n")
     if lasting:
@@ -57,10 +53,7 @@ def remove_marked(folder: Path, marker: str) -> None:
 
 
 def remove_left(folder: Path, marker: str) -> bool:
-    """Remove what a killed process left of `folder`, if it is ours. Returns False if it is not.
-
-    It is ours if it holds `marker`, or nothing at all: it was not marked yet, or everything else was removed already.
-    """
+    """Remove what a killed process left of `folder`; False if it is not ours: neither marked nor empty."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     if (folder / marker).is_file():

@@ -42,10 +42,7 @@ class Config(BaseModel):
 
     @classmethod
     def expanded(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return `tree` with every short form replaced by the table it stands for.
-
-        A short form is a plain value such as `env = "guess"`. Once it is a table, overrides can reach into it.
-        """
+        """`tree` with short forms (`env = "guess"`) as the tables that they stand for, for overrides."""
         return tree
 
     @classmethod
@@ -65,10 +62,7 @@ def _config_defaults(kind: type[Config]) -> Iterable[tuple[str, Config]]:
 
 
 def load(kind: type[C], files: Iterable[str | Path] = (), overrides: Iterable[str] = (), base: Mapping | None = None) -> C:
-    """Build `kind` from `base`, then TOML `files`, then `key.sub=value` overrides.
-
-    A later source wins. Raises ConfigError.
-    """
+    """Build `kind` from `base`, `files` and overrides; a later source wins. Raises ConfigError."""
     tree: dict[str, Any] = {}
     for part in (dict(base or {}), *(_read(Path(f)) for f in files), *map(_override, overrides)):
         try:
@@ -184,7 +178,7 @@ def _told(kind: type[Config], leaves: list[str]) -> str:
 
 
 def _explained(kind: type[Config], key: str) -> str:
-    """The explanation of one key: under its full name, its tables' names, then its parts'. "" if none."""
+    """The explanation of a key, by its full name, its tables' names or its parts'; "" if none."""
     parts = key.split(".")
     tables = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
     if home := kind.called_elsewhere.get(key):
@@ -205,10 +199,7 @@ def _leaves(given: Any, key: str) -> Iterable[str]:
 
 
 def _locate(kind: type[Config], path: list[str]) -> tuple[list[str], list[str]]:
-    """The keys of an error's path, and the keys known at the level of the last one.
-
-    pydantic puts the tags of unions into the path; they are left out.
-    """
+    """The keys of an error's path without the tags of unions, and the keys known at its end."""
     candidates, keys = [kind], []
     known: list[str] = []
     for part in path:

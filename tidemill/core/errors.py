@@ -25,10 +25,7 @@ class TidemillError(Exception):
 
 
 class ConfigError(TidemillError, ValueError):
-    """The configuration, or something it names, cannot be used. The message says what to do.
-
-    Any package raises it; only commands handle it.
-    """
+    """The configuration, or something it names, cannot be used. Any package raises it; only commands handle it."""
 
 
 class UnsupportedModel(ConfigError):
@@ -36,10 +33,7 @@ class UnsupportedModel(ConfigError):
 
 
 class TemplateRewritesHistory(ConfigError):
-    """The chat template renders an earlier turn differently than it was sent, so no turn can follow.
-
-    `models` raises it; an environment may catch it, else it ends the run.
-    """
+    """The chat template renders an earlier turn anew, so no turn can follow. An environment may catch it."""
 
 
 class RenamedKey(FutureWarning):
@@ -96,10 +90,7 @@ class StartFailed(TidemillError, RuntimeError):
 
 
 class PeerLost(TidemillError, ConnectionError):
-    """The process behind a proxy is gone, and its calls did not complete.
-
-    The engine pool asks another engine; a lost trainer ends the attempt, and the run may resume.
-    """
+    """The process behind a proxy is gone. The engine pool asks another engine; a lost trainer ends the attempt."""
 
 
 class PeerDied(PeerLost):

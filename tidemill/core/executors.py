@@ -17,11 +17,7 @@ _LESS = 5  # steps of "nice": beside one that has all of its own, a thread gets 
 
 
 def background(name: str) -> ThreadPoolExecutor:
-    """A pool of one thread with a lower priority than this process's other threads.
-
-    It matters where there are too few cores. Only Linux gives a thread a priority of its own; elsewhere it runs like the
-    others.
-    """
+    """A pool of one thread with a lower priority than this process's others, which only Linux can give it."""
     return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_stand_back)
 
 

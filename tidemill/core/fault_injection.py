@@ -114,10 +114,7 @@ _armed = Faults.from_environment(os.environ)
 
 
 def reach(role: str, phase: str, step: int = 0, path: Path | None = None) -> None:
-    """Announce that this process is in `phase`, and let the faults armed for it happen.
-
-    path: the file just written, which a torn write cuts in half.
-    """
+    """Announce `phase`, and let its faults happen. path: the file just written, for a torn write."""
     if _armed.faults:
         _armed.reach(role, phase, step, path)
 

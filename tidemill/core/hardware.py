@@ -36,10 +36,7 @@ def allow_files(needed: int) -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(total, free) bytes of memory for this process, within its container's limit.
-
-    Cached files that the system could drop count as free.
-    """
+    """(total, free) bytes for this process, within its container's limit; cached files count as free."""
     system = psutil.virtual_memory()
     total, free = system.total, system.available
     groups = [(group, "memory.max", "memory.current", "inactive_file") for group in _groups("")]

@@ -24,10 +24,7 @@ T = TypeVar("T")
 
 
 def load_object(reference: str) -> Any:
-    """The object that `reference` names.
-
-    Raises ConfigError if there is none, or if its file cannot be imported.
-    """
+    """The object that `reference` names. Raises ConfigError if it cannot be imported."""
     place, separator, name = reference.rpartition(":")
     if not separator or not place or not name:
         raise ConfigError(f"{reference!r}: expected FILE.py:NAME or MODULE:NAME")
@@ -89,10 +86,7 @@ _loading: list[Path] = []  # files that are being imported, the outermost first
 
 
 def check_not_loading(what: str) -> None:
-    """Raise ConfigError while a user's file is being imported for one of its objects.
-
-    A file should do `what` only when it is run as a program.
-    """
+    """Raise ConfigError while a file is imported that does `what` without being run as a program."""
     if _loading:
         raise ConfigError(f"{what} while {_loading[0].name} is being imported: put it under `if __name__ == '__main__':`")
 

@@ -65,10 +65,7 @@ class Sampler(Protocol):
     """The part of an engine that episodes and scores ask; an engine pool has it, too."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one continuation.
-
-        Raises ValueError when the prompt does not fit the context, or when this engine cannot do what is asked.
-        """
+        """Sample one continuation. Raises ValueError if it does not fit or cannot be done here."""
         ...
 
     async def score(self, tokens: Array, policy: str, temperature: float, top_k: int) -> Scored:
@@ -103,25 +100,15 @@ class Engine(Sampler, Protocol):
 @runtime_checkable
 class Trainer(Protocol):
     async def forward(self, samples: list[Sample], policy: str = "policy") -> list[Array]:
-        """Logprobs of the samples under the present weights, without a gradient.
-
-        Returns one [T] float32 array per sample, at the sample's temperature. policy: "reference" for those of the
-        reference.
-        """
+        """[T] float32 logprobs of each sample, at its temperature, by "policy" or by "reference"."""
         ...
 
     async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
-        """Accumulate the gradient of sum over tokens of weight * loss.
-
-        It may be called several times before `apply`.
-        """
+        """Add the gradient of sum over tokens of weight * loss. Several calls may precede `apply`."""
         ...
 
     async def apply(self, scale: float) -> Metrics:
-        """Scale the accumulated gradient, clip it, and take one optimizer step.
-
-        `scale` is that of the whole step and is applied once.
-        """
+        """Scale the gradient by the whole step's `scale`, once; clip it, and take one optimizer step."""
         ...
 
     async def publish(self, version: Version) -> WeightUpdate:
@@ -129,10 +116,7 @@ class Trainer(Protocol):
         ...
 
     async def snapshot(self) -> None:
-        """Copy what a resume needs of the trainer: weights, optimizer, schedule, RNG.
-
-        The next step may start at once; a call that would change any of these waits for the copy.
-        """
+        """Copy what a resume needs. A call that would change weights or optimizer waits for the copy."""
         ...
 
     async def save(self, folder: str) -> None:
@@ -144,10 +128,7 @@ class Trainer(Protocol):
         ...
 
     async def load(self, folder: str) -> None:
-        """Go on from what `save` wrote.
-
-        Raises CheckpointError when it does not fit, and the trainer is then as it was before.
-        """
+        """Go on from what `save` wrote. Raises CheckpointError, and changes nothing, when it does not fit."""
         ...
 
     async def export(self, folder: str) -> None:
@@ -259,26 +240,16 @@ class Publisher(Protocol):
 
 
 class Ledger(Protocol):
-    """The durable record of a run (I3).
-
-    Each call is on disk when it returns, and takes no longer than a disk write.
-    """
+    """The durable record of a run (I3). Each call is on disk when it returns."""
 
     def admit(self, group_id: int, task: Task) -> None: ...
     def finish(self, group: Group) -> None:
-        """Record that the group was rolled out and scored. It is still pending.
-
-        Its trajectories are on disk when this returns.
-        """
+        """Record a group that was rolled out and scored, with its trajectories. It is still pending."""
         ...
 
     def drop(self, group_id: int, reason: str) -> None: ...
     def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int], again: Sequence[int] = ()) -> None:
-        """Record the composition of a step, before any weight changes.
-
-        group_ids: groups trained at this step for the first time. again: groups of earlier steps that are trained once
-        more.
-        """
+        """Record a step's groups before any weight changes. again: trained by earlier steps already."""
         ...
 
     def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None: ...

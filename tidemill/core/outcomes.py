@@ -48,10 +48,7 @@ def outcomes_of(values: Any, name: str, count: int) -> list[Outcome]:
 
 
 def parts_of(ends: Iterable[Trajectory], most: int | None = None) -> dict[str, Array]:
-    """The values of each named part of the scores of attempts, given by their last rows: NaN where a score lacks the part.
-
-    Attempts without a score are left out. most: the names that are told of, at most, the first ones.
-    """
+    """Values of each named part of the scores of attempts (by their last rows), NaN where missing. most: names kept."""
     parts = [t.outcome.parts for t in ends if isinstance(t.outcome, Score)]
     names = [*dict.fromkeys(name for part in parts for name in part)][:most]
     return {name: np.array([part.get(name, np.nan) for part in parts], np.float64) for name in names}
@@ -69,10 +66,7 @@ def clip(text: str, length: int = SHOWN) -> str:
 
 
 def plain(text: str) -> str:
-    """The text with lone surrogates escaped, so that every file can store it.
-
-    Python puts lone surrogates into file names whose bytes are no UTF-8.
-    """
+    """The text with lone surrogates, as in file names that are no UTF-8, escaped for any file."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 

@@ -20,10 +20,7 @@ class PolicyKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
-    """A published training step: a key and a fingerprint.
-
-    A resume that is not bit-identical makes a new incarnation of a step. Versions are ordered by step, the oldest first.
-    """
+    """A published training step, ordered by step. A resume that is not bit-identical makes a new incarnation."""
 
     step: int
     incarnation: int = 0

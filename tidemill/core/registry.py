@@ -35,10 +35,7 @@ class Registry:
         self._kinds: dict[str, Kind] = {}
 
     def register(self, name: str, settings: str, builder: str) -> None:
-        """Add a kind. Adding it once more changes nothing.
-
-        Raises ValueError if the name is registered with another meaning.
-        """
+        """Add a kind, perhaps once more. Raises ValueError if the name has another meaning."""
         if self._kinds.setdefault(name, Kind(settings, builder)) != (settings, builder):
             raise ValueError(
                 f"{self.what} {name!r} is registered already, as {self._kinds[name].builder}: choose another name"

@@ -9,9 +9,6 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from a path of names and numbers.
-
-    Example of a path: (run seed, "rollout", admission, sample, seat, turn).
-    """
+    """A 63-bit seed from a path such as (run seed, "rollout", admission, sample, seat, turn)."""
     text = "/".join(f"{type(p).__name__}:{p}" for p in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -56,10 +56,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text that comes from outside.
-
-    Raises CodecError for text that is no JSON, or is nested deeper than Python can follow.
-    """
+    """The value of a JSON text from outside. Raises CodecError for anything else, or too deep a nesting."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # bytes that are no UTF-8 and numbers of 5000 digits are ValueErrors

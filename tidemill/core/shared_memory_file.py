@@ -9,10 +9,7 @@ import os
 
 
 def anonymous_memory(name: str) -> tuple[int, str] | None:
-    """(descriptor, path) of a new, empty memory file; None where the system has none.
-
-    On Linux the path leads through /proc and holds while this process lives. name: a label that people see in /proc.
-    """
+    """(descriptor, path) of a new memory file; None where the system has none. name: its label in /proc."""
     if not hasattr(os, "memfd_create"):
         return None
     fd = os.memfd_create(name)

@@ -50,10 +50,7 @@ MODEL_LOGPROBS = TokenExtra("model_logprobs", "float32")
 
 
 def taken(declared: Sequence[TokenExtra], returned: Mapping[str, np.ndarray], count: int, engine: str) -> TokenExtras:
-    """The declared extras among those that an engine returned with `count` tokens.
-
-    Raises ValueError for one that is missing or is not as it was declared.
-    """
+    """The declared extras of an engine's `count` tokens. Raises ValueError for one that is not as declared."""
     for extra in declared:
         entries, expected = returned.get(extra.name), (count, *extra.shape)
         if entries is None or entries.shape != expected or entries.dtype != extra.dtype:

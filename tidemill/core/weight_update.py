@@ -58,10 +58,7 @@ class UpdateSupport:
         return UpdateSupport(tuple(kinds), self.several_parts and other.several_parts)
 
     def check(self, update: WeightUpdate, name: str, served: Version | None = None) -> None:
-        """Raise ValueError for an update that `name` cannot take.
-
-        served: what an engine serves. Raises PolicyMismatch when the update applies to something else.
-        """
+        """Raise ValueError for an update that `name` cannot take, PolicyMismatch if it does not fit `served`."""
         if update.kind not in self.kinds:
             taken = " or ".join(repr(kind) for kind in self.kinds) or "no kind"
             raise ValueError(f"{name} takes weight updates of kind {taken}, but {update.version} is of kind {update.kind!r}")

@@ -16,10 +16,7 @@ BUSY_S = 10.0  # how long a write waits for a lock that another sqlite3 session 
 
 
 def has_ledger(folder: str | Path) -> bool:
-    """True when a run began in this folder.
-
-    False also for the remains of a start that was killed before its first commit.
-    """
+    """True when a run began in this folder; False after a start that was killed before its first commit."""
     folder = Path(folder)
     if not (folder / "ledger.sqlite").exists():
         return False
@@ -28,10 +25,7 @@ def has_ledger(folder: str | Path) -> bool:
 
 
 def connect(folder: Path, mode: str) -> sqlite3.Connection:
-    """Connect to the ledger of `folder`. mode: create, open or read, see `SqliteLedger`.
-
-    Raises RunFolderError where the folder cannot hold a ledger.
-    """
+    """Connect to a ledger in a mode of `SqliteLedger`. Raises RunFolderError where none can be."""
     if sqlite3.sqlite_version_info < (3, 37):
         raise RunFolderError(f"SQLite {sqlite3.sqlite_version} is too old for the ledger: use a Python with SQLite >= 3.37")
     access = {"create": "rwc", "open": "rw", "read": "ro"}[mode]
@@ -52,10 +46,7 @@ def connect(folder: Path, mode: str) -> sqlite3.Connection:
 
 
 def expect_file(folder: Path, mode: str) -> None:
-    """Check that `ledger.sqlite` exists where it must.
-
-    Raises RunFolderError when it is missing for open and read, and for create when the folder shows that one was lost.
-    """
+    """Raise RunFolderError when `ledger.sqlite` is missing, also for create where one was lost."""
     exists = (folder / "ledger.sqlite").exists()
     if mode != "create" and not exists:
         raise RunFolderError(f"{str(folder)!r} is not a run folder: there is no ledger.sqlite in it")
@@ -69,10 +60,7 @@ def expect_file(folder: Path, mode: str) -> None:
 
 
 def create_tables(db: sqlite3.Connection, folder: Path) -> None:
-    """Create the tables of the newest schema in one transaction.
-
-    Raises RunFolderError when the folder holds a ledger already.
-    """
+    """Create the tables in one transaction. Raises RunFolderError for a folder with a ledger."""
     if _tables(db):
         raise RunFolderError(f"{str(folder)!r} holds a ledger already: open it to go on, or choose another run_dir")
     facts = {"schema": str(VERSION), "created": repr(time.time())}
@@ -81,10 +69,7 @@ def create_tables(db: sqlite3.Connection, folder: Path) -> None:
 
 
 def expect_schema(db: sqlite3.Connection, folder: Path) -> str:
-    """Check the schema of a ledger, and return it.
-
-    Raises RunFolderError for an unknown schema, LedgerError when the tables differ from those of their schema.
-    """
+    """The schema of a ledger. Raises RunFolderError if unknown, LedgerError if its tables are not those."""
     if not _tables(db):
         raise RunFolderError(f"{str(folder)!r} holds an empty ledger: a start was interrupted; start it again")
     schema = dict(map(tuple, db.execute("SELECT key, value FROM meta"))).get("schema")

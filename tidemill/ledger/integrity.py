@@ -55,10 +55,7 @@ def sums_doubt(lost: int, trained_twice: int) -> str:
 
 
 def log_doubt(known: int, trajectories: Iterable[Trajectory]) -> str:
-    """A sentence of doubt when trajectories come from later weights than the ledger knows; else empty.
-
-    known: the number of steps in the ledger.
-    """
+    """A sentence of doubt when trajectories are of later weights than the `known` steps; else empty."""
     newest = max((source.step for each in trajectories for source in each.sources), default=0)
     if newest <= known:
         return ""

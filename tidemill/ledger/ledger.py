@@ -152,10 +152,7 @@ class SqliteLedger(LedgerReads, contextlib.AbstractContextManager):
             self._in_flight.discard(group_id)
 
     def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int], again: Sequence[int] = ()) -> None:
-        """Record that a step trains on these groups, all or nothing; see `replay_step` for another run of it.
-
-        again: groups that earlier steps trained and this one trains once more; their fates do not change.
-        """
+        """Record a step's groups, all or nothing. again: those of earlier steps, whose fates stay."""
         now = time.time()
         with self._write() as db:
             last = self.last_step()
@@ -199,18 +196,12 @@ class SqliteLedger(LedgerReads, contextlib.AbstractContextManager):
             return ids, again
 
     def undo_steps(self, first: int, unreadable: Collection[int]) -> Undone:
-        """Undo the steps from `first` on, which are in no checkpoint and have unreadable groups.
-
-        Groups that were trained at these steps or sampled by their weights are dropped, see `repairs`.
-        """
+        """Undo the steps from `first` on, which have unreadable groups and are in no checkpoint: `repairs`."""
         with self._write() as db:
             return undo(db, first, unreadable)
 
     def record_again(self, group: Group) -> bool:
-        """Replace the unreadable payloads of a finished group that was sampled again with its seeds.
-
-        Returns False and changes nothing when the new trajectories differ from what the rows record.
-        """
+        """Replace a group's unreadable payloads by the same, sampled again; False, and nothing, if they differ."""
         payloads = [serialization.encode(t) for t in group.trajectories]
         assert self._segments is not None
         with self._write() as db:

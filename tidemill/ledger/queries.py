@@ -269,10 +269,7 @@ class LedgerReads:
         return self._one(sql)[0]
 
     def samples(self, step: int | None = None, order: Order = "worst", limit: int = 10) -> list[SampleRow]:
-        """Rows of the trajectory index: of the groups trained at `step`, or of all groups.
-
-        order: "worst" and "best" rank those with a score, "recent" lists all. Raises ValueError for another order.
-        """
+        """Rows of the groups trained at `step`, or of all. "worst" and "best" rank only those with a score."""
         if order not in _ORDERS:
             raise ValueError(f"order={order!r}: expected one of {', '.join(_ORDERS)}")
         wheres = [*(["groups.step = ?"] if step is not None else []), *(["reward IS NOT NULL"] if order != "recent" else [])]

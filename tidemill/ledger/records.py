@@ -109,10 +109,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row of the trajectory index with its group's fate; `load_trajectory` reads its payload.
-
-    Reward and outcome are those that training uses. later: judgements that were added since.
-    """
+    """A row of the trajectory index, with the fate and the judgement that training uses. later: others since."""
 
     group_id: int
     place: int

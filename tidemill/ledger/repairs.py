@@ -34,10 +34,7 @@ dropped_after = (SELECT max(step) FROM live_steps) WHERE id = ?
 
 
 def undo(db: sqlite3.Connection, first: int, unreadable: Collection[int]) -> Undone:
-    """Undo the steps from `first` on, within the caller's transaction.
-
-    first: the earliest step with a group that cannot be read. Raises LedgerError when no such step was begun.
-    """
+    """Undo steps within the caller's transaction. Raises LedgerError when step `first` was not begun."""
     (last,) = db.execute("SELECT max(step) FROM live_steps").fetchone()
     if last is None or last < first:
         raise LedgerError(f"cannot undo the steps from {first} on: the last step begun is {last}")
@@ -60,10 +57,7 @@ def undo(db: sqlite3.Connection, first: int, unreadable: Collection[int]) -> Und
 
 
 def point_again(db: sqlite3.Connection, group: Group, places: Sequence[Location]) -> bool:
-    """Point a group's rows at the payloads at `places`, within the caller's transaction.
-
-    Returns False and changes nothing when the other columns would differ.
-    """
+    """Point a group's rows at the payloads at `places`; False, and no change, if other columns differ."""
     rows = db.execute("SELECT * FROM trajectories WHERE group_id = ? ORDER BY place", (group.id,))
     names = [column[0] for column in rows.description]
     figures = [i for i, name in enumerate(names) if name not in _PAYLOAD]

@@ -30,10 +30,7 @@ def retain(
     bound: int,
     max_bytes: int,
 ) -> Retained:
-    """Remove the oldest segments of groups settled before step `bound`, until `max_bytes` are left.
-
-    current: the segment that is being written, which stays. transaction: opens one on the writer's connection.
-    """
+    """Remove the oldest segments settled before step `bound` until `max_bytes` are left; `current` stays."""
     with explained(folder):
         db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # copies the log into the file: a log may get lost
         sizes = {n: segment_path(folder, n).stat().st_size for n in segment_numbers(folder)}

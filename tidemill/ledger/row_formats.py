@@ -98,10 +98,7 @@ def figures_json(figures: dict[str, float], owner: str) -> str:
 
 
 def as_json(value: Any, owner: str) -> str:
-    """JSON text that SQLite accepts; NaN and infinity, which JSON lacks, become null.
-
-    Raises LedgerError, which names `owner`, when the value is not plain JSON.
-    """
+    """JSON text for SQLite, with null for NaN and infinity. Raises LedgerError, which names `owner`."""
     try:
         try:
             text = _strict.encode(value)

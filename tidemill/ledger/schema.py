@@ -25,10 +25,7 @@ OUTCOMES = ("score", "unscorable", "infra_error")
 
 
 def _among(column: str, values: Iterable[str]) -> str:
-    """A condition that the column has one of the values.
-
-    It is spelt out because SQLite builds a table for `column IN (...)` again for each row that it checks.
-    """
+    """The condition spelt out: for `column IN (...)` SQLite builds a table again for each row."""
     return " OR ".join(f"{column} = '{value}'" for value in values)
 
 

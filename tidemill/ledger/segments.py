@@ -161,10 +161,7 @@ def read_record(folder: Path, group_id: int, place: int, at: Location) -> bytes:
 
 
 def whole_groups(folder: Path, number: int, offset: int) -> Iterator[tuple[int, list[bytes], list[Location]]]:
-    """Iterate over (group id, payloads, locations) of the complete groups of a segment from `offset` on.
-
-    It stops at the first damage.
-    """
+    """(id, payloads, locations) of complete groups of a segment from `offset` on, until the first damage."""
     with open(segment_path(folder, number), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(offset)

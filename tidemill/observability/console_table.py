@@ -33,10 +33,7 @@ def cells(metrics: Mapping[str, float], scale: tuple[float, float]) -> tuple[str
 
 
 def line(columns: Sequence[str], width: int) -> str:
-    """Cells beside each other, at most `width` wide.
-
-    Numbers are aligned to the right, the bar and the last column to the left.
-    """
+    """Cells beside each other, at most `width` wide: numbers to the right, bar and last column to the left."""
     padded = [f"{c:<{w}}" if i == 1 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(columns, WIDTHS, strict=False))]
     text = (" " * BETWEEN).join(padded)
     if width - len(text) - BETWEEN >= LEAST:

@@ -19,10 +19,7 @@ class StepMetrics:
         self._maxima: dict[str, float] = {}
 
     def mean(self, key: str, value: float | Iterable[float], weight: float = 1.0) -> None:
-        """Add a value, or several of equal weight, to the mean under `key`.
-
-        NaN means "no value" and is not counted.
-        """
+        """Add a value, or several of equal weight, to the mean under `key`. NaN is not counted."""
         for each in value if isinstance(value, Iterable) else (value,):
             if not math.isnan(each):
                 total, weights = self._means.get(key, (0.0, 0.0))
@@ -48,9 +45,6 @@ class StepMetrics:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """The metrics for JSON, which has no NaN and no infinity: both become None.
-
-    NumPy scalars become plain numbers.
-    """
+    """The metrics as plain numbers for JSON, which has no NaN and no infinity: both become None."""
     plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in metrics.items()}
     return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in plain.items()}

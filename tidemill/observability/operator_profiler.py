@@ -44,10 +44,7 @@ class _Recorded(msgspec.Struct):
 
 
 def attach(role: Any, method: str, name: str, folder: Path) -> None:
-    """Profile the process of `role` from the end of call FIRST of `method` to the end of call LAST.
-
-    If the role is closed before that, nothing is written.
-    """
+    """Profile `role`'s process between the ends of calls FIRST and LAST of `method`, if it lasts so long."""
     inner, close, calls = getattr(role, method), role.close, 0
     profiler: Any = None
 
@@ -109,10 +106,7 @@ def _write(profiler: Any, name: str, folder: Path) -> None:
 
 
 def merge(folder: Path, trace: Trace, path: Path) -> bool:
-    """Write the processes' profiles in `folder` and the trace's spans to `path`; remove the folder.
-
-    Returns False if there are no profiles because the run was too short.
-    """
+    """Write the profiles in `folder` and the trace's spans to `path`; False if there are no profiles."""
     parts = sorted(folder.glob("*.jsonl.gz"))
     if not parts:
         return False

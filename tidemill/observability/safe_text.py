@@ -37,10 +37,7 @@ codecs.register_error(DEGRADE, _degrade)
 
 
 def visible(text: str) -> str:
-    """The text without anything that moves a cursor or reorders what is shown.
-
-    Control characters become their pictures, a line break an arrow.
-    """
+    """The text without anything that moves a cursor or reorders it: control characters as pictures."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(map(_picture, text))

@@ -44,10 +44,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes scalars for `tensorboard --logdir FOLDER`.
-
-    TensorBoard's own writer does it, which needs neither torch nor TensorFlow.
-    """
+    """Writes scalars for `tensorboard --logdir FOLDER`, by TensorBoard's own writer, without torch."""
 
     def __init__(self, folder: str | Path) -> None:
         try:
@@ -66,10 +63,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs to a run in Weights & Biases.
-
-    The run begins at the first step, so that a missing account or network stops nothing.
-    """
+    """Logs to Weights & Biases, from the first step on: a missing account or network stops nothing."""
 
     def __init__(self, project: str, name: str, folder: str | Path, config: dict[str, Any]) -> None:
         try:

@@ -47,10 +47,7 @@ class Account:
         return {name: {k: v / max(self.wall[name], 1e-12) for k, v in kinds.items()} for name, kinds in self.seconds.items()}
 
     def overall(self) -> dict[str, float]:
-        """Mean shares of trainer and engines: train, generate, sync, and all waits together.
-
-        The rest is handover between these, or has no name.
-        """
+        """Mean shares of trainer and engines: train, generate, sync, all waits. The rest has no name."""
         pools = [kinds for name, kinds in self.shares().items() if name != CONTROLLER and not name.startswith(REFERENCE)]
         if not pools:
             return {}
@@ -124,10 +121,7 @@ def _drives(phases: Mapping[str, Intervals], going: Mapping[str, Intervals], sco
 
 
 def _by_turns(window: Intervals, kinds: Mapping[str, Intervals]) -> dict[str, float]:
-    """Seconds of the window by kind.
-
-    An instant that belongs to several kinds counts for the first of them; one that belongs to none counts as `REST`.
-    """
+    """Seconds of the window by kind: the first kind that an instant belongs to, or `REST`."""
     result: dict[str, float] = {}
     taken: Intervals = []
     covered = 0.0

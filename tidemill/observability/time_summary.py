@@ -34,10 +34,7 @@ def column(metrics: Mapping[str, float]) -> str:
 
 
 def lines(found: Mapping[str, Shares], most: int = MOST, controller: bool = False) -> list[tuple[str, str]]:
-    """(process, its largest shares as text) for each process.
-
-    controller: include the controller, which drives the others.
-    """
+    """(process, its largest shares as text). controller: include the one that drives the others."""
     said = []
     for name, shares in pooled(found).items():
         if name != CONTROLLER or controller:
@@ -48,10 +45,7 @@ def lines(found: Mapping[str, Shares], most: int = MOST, controller: bool = Fals
 
 
 def pooled(found: Mapping[str, Shares]) -> dict[str, Shares]:
-    """Shares by group of processes: trainer, engines, reference engines, then controller.
-
-    Processes of one group are averaged.
-    """
+    """Mean shares by group of processes: trainer, engines, reference engines, then controller."""
     alike: dict[str, list[Shares]] = {}
     for process, shares in found.items():
         alike.setdefault(process.rstrip("0123456789").rstrip("-"), []).append(shares)

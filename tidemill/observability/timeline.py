@@ -91,10 +91,7 @@ class Beside:
 
 
 class Idle:
-    """The time in which a process has nothing to do.
-
-    Time that is neither idle nor has another name is missing from the breakdown.
-    """
+    """The time in which a process has nothing to do. Other time without a name is missing from the breakdown."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._calls = clock, 0

@@ -167,10 +167,7 @@ class Trace:
         return self._gap if self._coarsened else 0.0
 
     def _coarsen(self) -> None:
-        """Reduce the spans to at most half the limit, so that this happens rarely.
-
-        In the end each process has one span for each name.
-        """
+        """Join spans until at most half the limit is left; in the end one for each process and name."""
         self._coarsened = True
         self._join_all()
         starts, ends = zip(*(track.extent for track in self._tracks.values()), strict=True)
@@ -206,10 +203,7 @@ def _track_events(track: int, key: tuple[str, int], spans: Iterable[Span], origi
 
 
 def _lane(lanes: list[list[float]], span: Span) -> int:
-    """The index of the first lane where the span follows, or lies within, what is there.
-
-    Viewers cannot draw spans that overlap in part.
-    """
+    """The index of the first lane where the span follows, or lies within, all others: viewers draw no partial overlap."""
     for i, ends in enumerate(lanes):
         while ends and ends[-1] <= span.start:
             ends.pop()

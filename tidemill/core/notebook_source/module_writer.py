@@ -105,10 +105,7 @@ class _Module:
         return text
 
     def _define(self, value: Any, bare: bool = False) -> str:
-        """Add a function or a class after everything it reads; return the name that it has there.
-
-        bare: without its decorators.
-        """
+        """Add a function or class after all that it reads; return its name there. bare: no decorators."""
         found = definition(value, self._cells, bare)
         if found is None:
             raise NotImportable(f"the source of {getattr(value, '__name__', 'it')} is not to be had here")

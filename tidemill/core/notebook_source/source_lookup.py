@@ -43,10 +43,7 @@ def cells(namespace: Mapping[str, Any]) -> list[str]:
 
 
 def definition(value: Any, texts: list[str], bare: bool = False) -> Definition | None:
-    """The definition of a function or class; None if its source cannot be found.
-
-    bare: without its decorators.
-    """
+    """The definition of a function or class, or None. bare: without its decorators."""
     text, name = _source(value), getattr(value, "__name__", "")
     found = _defined(text, name, bare) if text else None
     if found is None and isinstance(value, type):  # Python finds no class of a notebook before 3.13

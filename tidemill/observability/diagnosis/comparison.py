@@ -29,10 +29,7 @@ class LogprobComparison:
     _most: float = -1.0
 
     def add(self, ours: Array, theirs: Array, places: Array | None = None, name: str = "") -> None:
-        """Add a row: values [n] of both sides for the same tokens.
-
-        places: [n] of the tokens in the row. name: the row's, in `worst`.
-        """
+        """Add a row: both sides' values [n] of the same tokens. places: [n] of these in the row `name`."""
         self.rows += 1
         self.gap.add(ours, theirs)
         sizes = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))

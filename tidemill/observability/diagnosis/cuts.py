@@ -46,10 +46,7 @@ def named(limit: Limit) -> str:
 
 
 def by(found: Counter[Limit]) -> tuple[Kind, str]:
-    """(the kind of limit that cut most attempts, all kinds as the end of a sentence).
-
-    The commonest kind comes first.
-    """
+    """(the kind of limit that cut most attempts; all kinds, the commonest first, as the end of a sentence)."""
     kinds: dict[Kind, Counter[Limit]] = {}
     for (kind, tokens), n in found.items():
         kinds.setdefault(kind, Counter())[kind, tokens] += n

@@ -56,10 +56,7 @@ class LogprobGap:
         self._bins += other._bins
 
     def quantile(self, q: float) -> float:
-        """The q-quantile of |delta| over tokens, in nats.
-
-        It is too large by a factor of at most BIN_RATIO.
-        """
+        """The q-quantile of |delta| over tokens, in nats, too large by at most the factor BIN_RATIO."""
         if not self.tokens:
             return 0.0
         rank = max(int(np.ceil(q * self.tokens)), 1)
@@ -67,10 +64,7 @@ class LogprobGap:
         return min(float(_EDGES[index]), self.maximum) if 0 < index < len(_EDGES) else (self.maximum if index else 0.0)
 
     def metrics(self) -> Metrics:
-        """Means over tokens, in nats.
-
-        k1 and k3 estimate KL(behaviour || trainer); ess is the effective share of the tokens, 0..1.
-        """
+        """Means over tokens, in nats. k1, k3: KL(behaviour || trainer); ess: effective share of tokens."""
         n = max(self.tokens, 1)
         absolute, k1, k3, w, w2 = self._sums.tolist()
         return {
@@ -93,10 +87,7 @@ class Mismatch:
     lagged: LogprobGap = field(default_factory=LogprobGap)
 
     def add(self, behaviour: Array, trainer: Array, mask: Array, matched: bool) -> None:
-        """Add one trajectory's logprobs and mask [T].
-
-        matched: the weights that the trainer holds sampled all of it.
-        """
+        """Add a row's logprobs and mask [T]. matched: the trainer's present weights sampled all of it."""
         if not mask.any():
             return
         (self.matched if matched else self.lagged).add(behaviour[mask], trainer[mask])

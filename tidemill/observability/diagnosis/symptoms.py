@@ -31,10 +31,7 @@ class Symptoms:
     _solved: float | None = None  # share of the attempts that solve their task, over the latest steps
 
     def look(self, groups: Sequence[Group], figures: Metrics) -> list[str]:
-        """Sentences on the symptoms that this step shows for the first time.
-
-        figures: named as in metrics.jsonl. There are none if no policy sampled the groups.
-        """
+        """Sentences on the symptoms that are new at this step; none if no policy sampled the groups."""
         if all(t.given is not None for group in groups for t in group.trajectories):
             return []
         self._solved = _averaged(self._solved, groups)
@@ -113,10 +110,7 @@ def _truncation(share: float, groups: Sequence[Group]) -> str:
 
 
 def _identical(groups: Sequence[Group]) -> float:
-    """The share of groups whose attempts all gave the same reply without solving the task.
-
-    Only groups of several attempts with a reply count.
-    """
+    """The share of groups (of several attempts that reply) with one and the same unsolved reply."""
     replied = [(group, [r for rows in group.attempts if (r := _replies(rows))]) for group in groups]
     same = [len(set(replies)) == 1 and not _mastered(group) for group, replies in replied if len(replies) > 1]
     return float(np.mean(same)) if same else 0.0
@@ -127,10 +121,7 @@ def _replies(rows: Sequence[Trajectory]) -> bytes:
 
 
 def _only_environment(groups: Sequence[Group]) -> str | None:
-    """The only environment whose groups have differing rewards; None if there are several.
-
-    It is None, too, if the groups of the others are all solved.
-    """
+    """The only environment with differing rewards; None if there are several, or others are all solved."""
     varied = {group.task.env: False for group in groups}
     for group in groups:
         varied[group.task.env] |= bool(len(rewards := _scored(group)) > 1 and np.ptp(rewards) > 0)
