@@ -32,13 +32,10 @@ class Config(BaseModel):
         """A table that names no `kind` means the default one."""
         if not isinstance(given, dict):
             return given
-        kinds = {
-            name: default.__dict__["kind"] for name, default in _config_defaults(cls) if "kind" in type(default).model_fields
-        }
-        return {
-            key: {"kind": kinds[key], **value} if key in kinds and isinstance(value, dict) and "kind" not in value else value
-            for key, value in given.items()
-        }
+        defaults = ((name, f.default) for name, f in cls.model_fields.items() if isinstance(f.default, Config))
+        kinds = {name: table.__dict__["kind"] for name, table in defaults if "kind" in type(table).model_fields}
+        tables = {key: value for key, value in given.items() if key in kinds and isinstance(value, dict)}
+        return {**given, **{key: {"kind": kinds[key], **value} for key, value in tables.items()}}
 
     @classmethod
     def expanded(cls, tree: dict[str, Any]) -> dict[str, Any]:
@@ -55,10 +52,6 @@ _TOO_DEEP = "the settings are nested too deep: expected tables of keys and value
 
 
 C = TypeVar("C", bound=Config)
-
-
-def _config_defaults(kind: type[Config]) -> Iterable[tuple[str, Config]]:
-    return ((name, f.default) for name, f in kind.model_fields.items() if isinstance(f.default, Config))
 
 
 def load(kind: type[C], files: Iterable[str | Path] = (), overrides: Iterable[str] = (), base: Mapping | None = None) -> C:
@@ -95,11 +88,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"recipe {str(path)!r} does not exist: give the path of a TOML file") from None
     except IsADirectoryError:
         raise ConfigError(f"recipe {str(path)!r} is a folder: give the path of a TOML file") from None
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # bytes that are no UTF-8, and numbers of 5000 digits, are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # also bytes that are no UTF-8, and numbers of 5000 digits
         raise ConfigError(f"recipe {str(path)!r} is not readable as TOML: {error}") from None
 
 
@@ -123,10 +112,10 @@ def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             if not isinstance(old, dict) or ("kind" in old and value.get("kind", old["kind"]) != old["kind"]):
                 old = {}
-            merged = dict(old)
-            _merge(merged, value)
-            value = merged
-        into[key] = value
+            into[key] = dict(old)
+            _merge(into[key], value)
+        else:
+            into[key] = value
 
 
 def _sentence(kind: type[Config], error: Any) -> str:
@@ -137,10 +126,7 @@ def _sentence(kind: type[Config], error: Any) -> str:
         return f"{key} = {given!r}: {missing}"
     if error["type"] == "extra_forbidden":
         return _unknown(kind, where, known, given)
-    if isinstance(given, dict) and error["type"] in (
-        "string_type",
-        "value_error",
-    ):  # a plain value's place, or a whole table
+    if isinstance(given, dict) and error["type"] in ("string_type", "value_error"):  # a plain value's place, or a table
         named = [leaf for leaf in _leaves(given, key) if leaf in kind.called_elsewhere]
         if told := _told(kind, named):
             return told

@@ -52,9 +52,6 @@ class Fault:
         end = "" if self.argument is None else f":{self.argument:g}"
         return f"{self.role}:{self.phase}:{'*' if self.step is None else self.step}:{self.kind}{end}"
 
-    def meets(self, role: str, phase: str, step: int) -> bool:
-        return phase == self.phase and self.role in (role, role.partition("-")[0]) and self.step in (None, step)
-
 
 class Faults:
     def __init__(self, faults: list[Fault], log: Path | None, controller: int) -> None:
@@ -70,7 +67,8 @@ class Faults:
 
     def reach(self, role: str, phase: str, step: int, path: Path | None) -> None:
         for fault in self.faults:
-            if fault.meets(role, phase, step) and self._first(fault):
+            here = phase == fault.phase and fault.role in (role, role.partition("-")[0]) and fault.step in (None, step)
+            if here and self._first(fault):
                 self._happen(fault, path)
 
     def _first(self, fault: Fault) -> bool:

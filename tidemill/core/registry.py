@@ -37,9 +37,8 @@ class Registry:
     def register(self, name: str, settings: str, builder: str) -> None:
         """Add a kind, perhaps once more. Raises ValueError if the name has another meaning."""
         if self._kinds.setdefault(name, Kind(settings, builder)) != (settings, builder):
-            raise ValueError(
-                f"{self.what} {name!r} is registered already, as {self._kinds[name].builder}: choose another name"
-            )
+            known = self._kinds[name].builder
+            raise ValueError(f"{self.what} {name!r} is registered already, as {known}: choose another name")
 
     def unregister(self, name: str) -> None:
         """Remove a kind that was registered."""
@@ -68,12 +67,12 @@ class Registry:
 
     def table(self) -> dict[str, tuple[str, str]]:
         """Every kind as plain data, for a process that has only what is built in: see `learn`."""
-        return {name: (kind.settings, kind.builder) for name, kind in self._kinds.items()}
+        return {name: tuple(kind) for name, kind in self._kinds.items()}
 
     def learn(self, table: Mapping[str, tuple[str, str]]) -> None:
         """Register what another process has registered."""
-        for name, (settings, builder) in table.items():
-            self.register(name, settings, builder)
+        for name, kind in table.items():
+            self.register(name, *kind)
 
     def _kind(self, name: str) -> Kind:
         if name not in self._kinds:

@@ -157,7 +157,8 @@ class SqliteLedger(LedgerReads, contextlib.AbstractContextManager):
         with self._write() as db:
             last = self.last_step()
             if last is not None and step != last + 1:
-                raise LedgerError(f"cannot begin step {step}: the last step begun is {last}" + _replay_hint(step, last))
+                hint = "a step that was begun is replayed, not begun again" if step <= last else "no step may be left out"
+                raise LedgerError(f"cannot begin step {step}: the last step begun is {last}; {hint}")
             if not group_ids:
                 raise LedgerError(f"cannot begin step {step} without groups")
             db.execute("INSERT INTO steps (step, incarnation, begun_at) VALUES (?, ?, ?)", (step, incarnation, now))
@@ -384,7 +385,3 @@ class SqliteLedger(LedgerReads, contextlib.AbstractContextManager):
         if row["fate"] is None:
             return "is in flight" if row["finished_at"] is None else "has finished and is pending"
         return f"was trained at step {row['step']}" if row["reason"] is None else f"was dropped ({row['reason']})"
-
-
-def _replay_hint(step: int, last: int) -> str:
-    return "; a step that was begun is replayed, not begun again" if step <= last else "; no step may be left out"
