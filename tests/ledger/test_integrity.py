@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tidemill.cli.main import app
 from tidemill.core.errors import LedgerError, RunFolderError
-from tidemill.ledger import SqliteLedger, has_ledger, integrity
+from tidemill.ledger import SqliteLedger, database, has_ledger
 from tidemill.ledger.schema import SCHEMA
 
 PAGE = 4096
@@ -93,10 +93,10 @@ def test_a_file_that_takes_too_long_to_check_is_taken_as_it_is(whole: Path, tmp_
     with contextlib.closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
         db.execute("DELETE FROM tasks WHERE key = 3")
         with pytest.raises(LedgerError):
-            integrity.check_pages(db, folder)
-        monkeypatch.setattr(integrity, "CHECK_S", -1.0)
-        monkeypatch.setattr(integrity, "_INSTRUCTIONS", 1)
-        integrity.check_pages(db, folder)
+            database.check_pages(db, folder)
+        monkeypatch.setattr(database, "CHECK_S", -1.0)
+        monkeypatch.setattr(database, "_INSTRUCTIONS", 1)
+        database.check_pages(db, folder)
         assert db.execute("SELECT count(*) FROM groups").fetchone() == (60,), "later statements have no deadline"
 
 
@@ -193,8 +193,8 @@ def test_what_was_recovered_in_part_is_gone_on_with_and_said(whole: Path, tmp_pa
 
 @pytest.mark.parametrize(("lost", "twice"), [(4, 0), (0, 2), (1, 1)])
 def test_either_sum_alone_is_a_doubt(lost: int, twice: int) -> None:
-    said = integrity.sums_doubt(lost, twice)
-    assert f"does not add up: {lost} groups lost, {twice} trained twice" in said and not integrity.sums_doubt(0, 0)
+    said = database.sums_doubt(lost, twice)
+    assert f"does not add up: {lost} groups lost, {twice} trained twice" in said and not database.sums_doubt(0, 0)
 
 
 def test_a_file_that_cannot_be_written(whole: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.observability.time_summary import column, lines, processes
+from tidemill.observability.time_breakdown import column, lines, processes
 
 
 def told(**shares: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.observability.time_summary import processes
+from tidemill.observability.time_breakdown import processes
 
 pytestmark = pytest.mark.slow  # shares of time, beside whatever else the machine does
 

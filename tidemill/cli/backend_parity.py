@@ -30,8 +30,7 @@ from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import hf_views, load_folder, save_folder
 from tidemill.models.tokenizer import load_tokenizer
-from tidemill.observability.diagnosis.comparison import EXACT, SAME, LogprobComparison
-from tidemill.observability.diagnosis.mismatch import Limit
+from tidemill.observability.diagnosis.mismatch import EXACT, SAME, Limit, LogprobComparison
 from tidemill.trainer.trainer_kinds import TrainerSettings
 
 TEMPERATURES = (1.0, 0.7)  # alternate between rows

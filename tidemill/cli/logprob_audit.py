@@ -28,8 +28,7 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.served_weights import Contents
 from tidemill.observability.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose
-from tidemill.observability.diagnosis.comparison import LogprobComparison
-from tidemill.observability.diagnosis.mismatch import ROUNDING, Limit
+from tidemill.observability.diagnosis.mismatch import ROUNDING, Limit, LogprobComparison
 from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.checkpoint_manifest import read_manifest

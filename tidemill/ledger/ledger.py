@@ -3,10 +3,11 @@
     admit -> finish (payloads written; rows follow) -> begin_step (fate 'trained', before the update) -> end_step
                                                      \\-> drop (fate 'dropped', with its reason)
 
-Once a call has returned, its effect survives the death of this process. The one exception is the admission of a group that
-has not finished: it may be lost without harm, because the id is then admitted again. The rows of admitted and of finished
-groups are written together with a later call, at the latest with one that finds them too old (`pending_rows`). A group has
-finished as soon as its payloads lie in a segment; `open` writes the rows that still waited when the last writer died.
+Once a call has returned, its effect survives the death of this process. The one exception is the admission of a group
+that has not finished: it may be lost without harm, because the id is then admitted again. The rows of admitted and of
+finished groups are written together with a later call, at the latest with one that finds them too old (`row_formats`). A
+group has finished as soon as its payloads lie in a segment; `open` writes the rows that still waited when the last writer
+died.
 
 Durability "power" (the default) also protects against power cuts. Calls about more than a single group (a step that begins,
 a version, an event ...) first flush the payloads to the medium, and then the log of all transactions up to their own; they
@@ -28,16 +29,23 @@ from tidemill.core import fault_injection, serialization
 from tidemill.core.atomic_files import flush
 from tidemill.core.errors import LedgerError, PayloadLost
 from tidemill.core.types import Group, Metrics, Task, Trajectory, Version
-from tidemill.ledger.database import connect, create_tables, expect_file, expect_schema, present
-from tidemill.ledger.integrity import check_pages, log_doubt, sums_doubt
+from tidemill.ledger.database import (
+    check_pages,
+    connect,
+    create_tables,
+    expect_file,
+    expect_schema,
+    log_doubt,
+    present,
+    sums_doubt,
+)
 from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.older_schemas import DIGESTS, migrate, read_as_present
-from tidemill.ledger.pending_rows import Waiting, insert, judge_again
 from tidemill.ledger.queries import LedgerReads
 from tidemill.ledger.records import Retained, Undone, explained
 from tidemill.ledger.repairs import point_again, recorded_since, undo
 from tidemill.ledger.retention import retain
-from tidemill.ledger.row_formats import Judged, as_json, figures_json
+from tidemill.ledger.row_formats import Judged, Waiting, as_json, figures_json, insert, judge_again
 from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers
 
 SEGMENT_BYTES = 64 << 20

@@ -26,7 +26,7 @@ from tidemill.core.types import Metrics
 from tidemill.observability.console_table import TITLES, WIDTHS, cells, held_out, line, number
 from tidemill.observability.metrics import finite
 from tidemill.observability.safe_text import DEGRADE, paragraphs
-from tidemill.observability.time_summary import lines, processes
+from tidemill.observability.time_breakdown import lines, processes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from tidemill.observability import time_summary
+from tidemill.observability import time_breakdown
 
 BAR = 10
 HELD_OUT = ("accuracy", "preference_accuracy", "preference_loss", "loss")  # figures of an evaluation, the best known first
-TITLES = ("step", "reward", "held-out", "len", "lag", "|Δlogp|", "policy", "tok/s", time_summary.TITLE)
+TITLES = ("step", "reward", "held-out", "len", "lag", "|Δlogp|", "policy", "tok/s", time_breakdown.TITLE)
 WIDTHS = (5, 5 + BAR, 8, 5, 6, 7, 8, 6)  # widths of all columns but the last, which takes the rest
 BETWEEN = 2
 LEAST = 24  # columns for the last one; with fewer it is left out
@@ -28,7 +28,7 @@ def cells(metrics: Mapping[str, float], scale: tuple[float, float]) -> tuple[str
         exponent(metrics.get("mismatch/lag0_mean")),
         f"v{version:.0f} ok" if _known(version) and version is not None else "–",
         thousands(metrics.get("throughput/tokens_per_s")),
-        time_summary.column(metrics),
+        time_breakdown.column(metrics),
     )
 
 

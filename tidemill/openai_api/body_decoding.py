@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tidemill.core.errors import ApiError
 from tidemill.core.executors import in_thread
-from tidemill.core.free_memory import return_free_memory
+from tidemill.core.memory import return_free_memory
 
 T = TypeVar("T")
 HERE = 1 << 14  # a body of at most so many bytes is decoded on the event loop: that takes microseconds

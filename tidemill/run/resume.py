@@ -17,7 +17,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Algorithm, Trainer
 from tidemill.core.policy_version import PolicyKey
 from tidemill.core.types import Group, Task, Version
-from tidemill.ledger.integrity import lost_log
+from tidemill.ledger.database import lost_log
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.storage.checkpoint_manifest import Position
 from tidemill.run.storage.checkpoints import Checkpoints

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from tidemill.core.config import Config
 from tidemill.core.hardware import usable_cores
-from tidemill.core.shared_memory_file import anonymous_memory
+from tidemill.core.memory import anonymous_memory
 
 MOST = 0xFFFF  # the largest number of threads a board can hold
 PLACES = 128  # on a board: for the processes of a run, and for those that join it

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
-from tidemill.core.shared_memory_file import anonymous_memory
+from tidemill.core.memory import anonymous_memory
 from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Slice

@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tidemill.observability.diagnosis.comparison import EXACT, SAME, LogprobComparison
-from tidemill.observability.diagnosis.mismatch import Limit
+from tidemill.observability.diagnosis.mismatch import EXACT, SAME, Limit, LogprobComparison
 
 RNG = np.random.default_rng(0)
 NAN = float("nan")

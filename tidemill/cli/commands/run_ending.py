@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.cli.commands.screen import console, own_name, print_labelled, print_wrapped
-from tidemill.observability.time_summary import lines
+from tidemill.observability.time_breakdown import lines
 from tidemill.run.recipe import RunConfig
 from tidemill.run.session import RunEnded
 

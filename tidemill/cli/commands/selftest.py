@@ -23,7 +23,7 @@ from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.models.kernels.library import why_not, why_not_gpu
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.observability.diagnosis.comparison import SAME, LogprobComparison
+from tidemill.observability.diagnosis.mismatch import SAME, LogprobComparison
 from tidemill.run.roles import build_engine, build_trainer
 from tidemill.runtime.workers import keeper
 from tidemill.trainer.trainer_kinds import TrainerSettings, TrainerSpec

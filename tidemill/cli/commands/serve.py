@@ -11,8 +11,8 @@ from pathlib import Path
 from tidemill.cli.commands.model_argument import model_of
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
-from tidemill.core.free_memory import share_one_arena
 from tidemill.core.hub import shown
+from tidemill.core.memory import share_one_arena
 from tidemill.core.token_extras import MODEL_LOGPROBS
 from tidemill.core.types import Version
 from tidemill.engine.native.engine_settings import EngineSettings
