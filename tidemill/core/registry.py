@@ -67,7 +67,7 @@ class Registry:
 
     def table(self) -> dict[str, tuple[str, str]]:
         """Every kind as plain data, for a process that has only what is built in: see `learn`."""
-        return {name: tuple(kind) for name, kind in self._kinds.items()}
+        return {name: (kind.settings, kind.builder) for name, kind in self._kinds.items()}
 
     def learn(self, table: Mapping[str, tuple[str, str]]) -> None:
         """Register what another process has registered."""
