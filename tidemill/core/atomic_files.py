@@ -68,8 +68,7 @@ def remove_left(folder: Path, marker: str) -> bool:
 def put_in_place(partial: Path, folder: Path) -> None:
     """Flush the folder `partial` and rename it to `folder`, which it replaces.
 
-    A folder cannot be replaced in one step. Between the two renames `folder` does not exist, and the old one is kept,
-    whole, as `.NAME.replaced`. It is removed once the new one is in its place.
+    Between two renames `folder` does not exist; until the new one is in place, the old one is kept as `.NAME.replaced`.
     """
     flush_tree(partial)
     old = folder.with_name(f".{folder.name}.replaced")

@@ -54,8 +54,7 @@ def memory_bytes() -> tuple[int, int]:
 def _groups(controller: str, mounted: str = "") -> Iterator[Path]:
     """The folders of this process's control group and of those above it, innermost first.
 
-    controller: the name of a version 1 controller, mounted in a folder of its own; "" is version 2. Within a container
-    the path may be the host's, of which only the mounted root exists.
+    controller: a version 1 controller, mounted apart; "" is version 2. A container may see only the mounted root.
     """
     root = CGROUP / mounted
     for line in _read(OWN_GROUP).splitlines():

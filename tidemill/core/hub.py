@@ -41,10 +41,6 @@ def shown(folder: str | Path) -> str:
     return f"{name.replace('--', '/')}@{path.name[:12]}"
 
 
-def commit_of(folder: Path) -> str:
-    return folder.name
-
-
 def fetch(name: str, kind: Kind, commit: str = "", *, weights: bool = True) -> Path:
     """The cache folder of the model or dataset `name`, downloaded if it is not there.
 

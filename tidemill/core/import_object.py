@@ -38,10 +38,7 @@ def load_object(reference: str) -> Any:
 
 
 def reference_of(function: Callable[..., Any]) -> str:
-    """The FILE.py:NAME or MODULE:NAME under which another process can import `function`.
-
-    Raises ValueError for a function that only this process knows: a lambda, a closure, one that comes from no file.
-    """
+    """FILE.py:NAME or MODULE:NAME of a function. Raises ValueError if other processes cannot import it."""
     name, module = function.__qualname__, function.__module__
     if "<" in name:
         raise ValueError(
@@ -59,10 +56,9 @@ def reference_of(function: Callable[..., Any]) -> str:
 
 
 def bound(kind: str, name: str, constants: Mapping[str, float], known: Mapping[str, Callable[..., T]]) -> partial[T]:
-    """A function, by a known name or as FILE.py:function, with `constants` bound.
+    """A function, by a known name or as FILE.py:function, with `constants` (keyword-only parameters) bound.
 
-    Constants are keyword-only parameters. Raises ValueError for an unknown name, or a constant that the function does
-    not take.
+    Raises ValueError for an unknown name, or a constant that the function does not take.
     """
     function = load_object(name) if ".py:" in name else known.get(name)
     if function is None:

@@ -122,8 +122,7 @@ class Trainer(Protocol):
     async def save(self, folder: str) -> None:
         """Write the latest snapshot to `folder`, which is created, and free its memory.
 
-        Other methods may be called meanwhile; they do not change what is written. Raises CheckpointError when it cannot
-        be written.
+        Other methods may be called meanwhile. Raises CheckpointError when it cannot be written.
         """
         ...
 
@@ -162,10 +161,7 @@ class Chat(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-    """A source of tasks, with a way to attempt and judge them.
-
-    `run` returns None when `judge` is to decide on the whole group.
-    """
+    """Tasks, with a way to attempt and judge them. When `run` returns None, `judge` decides on the group."""
 
     name: str
 

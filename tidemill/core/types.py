@@ -112,9 +112,7 @@ class GenerateRequest:
 
 @dataclass(slots=True)
 class Support:
-    """The token ids that each position was sampled from under top-p/top-k/min-p; without truncation there is no Support.
-
-    Row t is `ids[offsets[t]:offsets[t + 1]]`."""
+    """Token ids that each position was sampled from when truncated: row t is `ids[offsets[t]:offsets[t + 1]]`."""
 
     ids: Array  # [sum of row sizes] int32
     offsets: Array  # [T + 1] int32

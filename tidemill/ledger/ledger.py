@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from tidemill.core import fault_injection, serialization
 from tidemill.core.atomic_files import flush
-from tidemill.core.errors import LedgerError, PayloadLost
+from tidemill.core.errors import LedgerError
 from tidemill.core.types import Group, Metrics, Task, Trajectory, Version
 from tidemill.ledger.database import (
     check_pages,
@@ -367,11 +367,9 @@ class SqliteLedger(LedgerReads, contextlib.AbstractContextManager):
 
     def _renounce_lost(self) -> None:
         """Put finished, untrained groups back in flight whose payload a power cut or damage took."""
-        for row in self._rows("SELECT id FROM groups WHERE fate IS NULL AND finished_at IS NOT NULL ORDER BY id"):
-            try:
-                self.load(row["id"])
-            except PayloadLost as error:
-                self.renounce(row["id"], str(error))
+        rows = self._rows("SELECT id FROM groups WHERE fate IS NULL AND finished_at IS NOT NULL ORDER BY id")
+        for group_id, reason in self.unreadable(row["id"] for row in rows).items():
+            self.renounce(group_id, reason)
 
     def _doubt(self, what: str) -> None:
         if what:

@@ -39,10 +39,7 @@ class FolderLock:
         _held.add(self._identity)
 
     def release(self) -> None:
-        """Release the lock. The file stays: without it, two writers could lock two different files.
-
-        The whole folder may be removed: taking the lock includes a check that its file is still there.
-        """
+        """Release the lock. The file stays: without it, two writers could lock two different files."""
         if self._identity in _held:
             _held.remove(self._identity)
             os.close(self._descriptor)

@@ -184,8 +184,7 @@ class LedgerReads:
     def experience(self, first: int, end: int) -> list[tuple[int, list[float], int]]:
         """(id, rewards, uses) of the groups of the live steps [first, end) whose payloads are there.
 
-        The rewards are those of scored attempts without greedy ones. uses: how often live steps before `end` trained the
-        group again.
+        rewards: of scored attempts but greedy ones. uses: how often live steps before `end` trained the group again.
         """
         uses = "SELECT group_id, count(*) AS n FROM live_step_replays WHERE step < ? GROUP BY group_id"
         rows = self._rows(
@@ -208,10 +207,7 @@ class LedgerReads:
         return [r[0] for r in self._rows(f"SELECT group_id FROM {source} WHERE step = ? {of} ORDER BY place", *args)]
 
     def load(self, group_id: int) -> Group:
-        """A finished group, with its task and its trajectories from disk.
-
-        Raises LedgerError when the group has not finished, PayloadLost when a byte is not as recorded.
-        """
+        """A finished group with its trajectories. Raises LedgerError if unfinished, PayloadLost if damaged."""
         row = self._one(
             f"SELECT finished_at, {_TASK} FROM groups JOIN tasks ON tasks.key = task_key WHERE groups.id = ?", group_id
         )

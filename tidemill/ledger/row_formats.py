@@ -77,10 +77,9 @@ def outcome_rows(group_id: int, judged: Judged, at: float, judge: str, judgement
 
 
 def _sampled(trajectories: Sequence[Trajectory]) -> list[tuple[int, int | None, int | None, float | None]]:
-    """The columns (sampled, oldest, newest, mean_logprob) of each trajectory.
+    """The columns (sampled, oldest, newest, mean_logprob) of trajectories, of which any may have no token.
 
-    All are computed at once, because calls of NumPy on single ones would dominate. Trajectories without a sampled token, or
-    without any token, may stand anywhere among them.
+    All are computed at once, because calls of NumPy on single ones would dominate.
     """
     counts = np.array([np.count_nonzero(t.mask) for t in trajectories], np.int64)
     some = counts > 0  # for an empty stretch, reduceat would return the element after it

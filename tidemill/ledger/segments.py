@@ -75,10 +75,9 @@ class SegmentWriter:
         return None if self._descriptor is None else self._next - 1
 
     def append(self, group_id: int, payloads: Sequence[bytes]) -> list[Location]:
-        """Write the payloads as places 0, 1, ... of a group, all into one file.
+        """Write the payloads as places 0, 1, ... of a group, all into one file; they survive this process.
 
-        They survive the death of this process. After an OSError no row points at what was written, and the next append
-        begins a new file.
+        After an OSError no row points at what was written, and the next append begins a new file.
         """
         if self._descriptor is None or self._end >= self._limit:
             self._begin()

@@ -53,11 +53,7 @@ class ProgressDisplay:
     """`Display` on a stream."""
 
     def __init__(
-        self,
-        total: int,
-        stream: TextIO | None = None,
-        mode: Mode = "auto",
-        clock: Callable[[], float] = time.monotonic,
+        self, total: int, stream: TextIO | None = None, mode: Mode = "auto", clock: Callable[[], float] = time.monotonic
     ) -> None:
         """total: steps of the run. stream: standard output unless given."""
         given = sys.stdout if stream is None else stream

@@ -36,10 +36,7 @@ def max_resident_bytes() -> int:
 
 
 class PeakMemory:
-    """The greatest `memory_bytes` seen at any `update`; call it where memory is highest.
-
-    Reading it walks the page tables, 27 ms for a process of 1 GB, so it is read at most every `EVERY_S` seconds.
-    """
+    """The greatest `memory_bytes` at any `update`; read every EVERY_S seconds, as it takes 27 ms for 1 GB."""
 
     EVERY_S = 2.0
 

@@ -54,10 +54,9 @@ def _picture(character: str) -> str:
 
 
 def paragraphs(text: str, width: int, indent: str = "  ", hanging: str = "  ") -> list[str]:
-    """The text wrapped to lines of at most `width` characters.
+    """The text wrapped to lines of at most `width` characters; a longer word, such as a path, stays whole.
 
-    A word longer than a line, such as a path, stays whole. indent: put before every line. hanging: put after the indent,
-    before every line of a paragraph but the first.
+    indent: put before every line. hanging: put after the indent, before every line of a paragraph but the first.
     """
     lines: list[str] = []
     for paragraph in text.splitlines() or [""]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.core.atomic_files import write_json
-from tidemill.core.hub import Kind, commit_of, fetch, is_name
+from tidemill.core.hub import Kind, fetch, is_name
 from tidemill.envs.environment_settings import AnyEnv, PythonSettings, RowsSettings
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.run_folder import read_json
@@ -33,7 +33,7 @@ def fetched(
         if note is not None:
             note(f"{kind} {name}: fetched from the hub, where its cache does not hold it")
         path = fetch(name, kind, str(known.get(f"{kind} {name}", "")), weights=data)
-        found[f"{kind} {name}"] = commit_of(path)
+        found[f"{kind} {name}"] = path.name  # a folder of the cache has its commit's name
         return str(path)
 
     changed: dict[str, Any] = {"model": folder(config.model, "model")}

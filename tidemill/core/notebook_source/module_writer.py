@@ -40,8 +40,8 @@ NOTICE = "# Taken by tidemill from the program or notebook that began this run, 
 def reference_for(function: Callable[..., Any], folder: Path | None, role: str) -> str:
     """FILE.py:NAME or MODULE:NAME under which another process can import `function`.
 
-    A function that cannot be imported as it is, or whose import would run the whole program, is written into `folder` as
-    a module of its own. Raises NotImportable where that is impossible, or where `folder` is None.
+    A function that cannot be imported as it is, or not without running the program, is written into `folder` as a module.
+    Raises NotImportable where that is impossible, or where `folder` is None.
     """
     if not isinstance(function, FunctionType):
         raise NotImportable(f"it is a {type(function).__name__} of this process, not a function")

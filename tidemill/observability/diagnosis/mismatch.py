@@ -132,8 +132,7 @@ GROSS = {"float32": Limit(3e-4, 1e-2), "bfloat16": Limit(1e-1, 1.0, tokens=64)}
 def lag_zero(groups: Sequence[Group], samples: Sequence[Sample], *versions: Version) -> list[bool]:
     """For each sample: True if exactly this version sampled all that its attempt has of the sample's policy.
 
-    versions: one for each policy. An earlier incarnation of the same step does not count. A sample of a group that is not in
-    `groups` gets False.
+    versions: one for each policy, of its present incarnation. A sample of a group that is not in `groups` gets False.
     """
     present, matched = [(version,) for version in versions], dict[tuple[int, int, str], bool]()
     for key, sources in (((g.id, t.sample, t.policy), t.sources) for g in groups for t in g.trajectories):
