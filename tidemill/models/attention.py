@@ -25,9 +25,9 @@ from tidemill.models.kernels.cpu.trained_kernels import attention_for
 _RATIO, _SLACK = 0.85, 8  # a bucket holds lengths >= RATIO * its longest - SLACK: few buckets when sequences are tiny
 
 
-def packed_positions(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+def packed_positions(lengths: Sequence[int]) -> Tensor:
     """[sum(lengths)] int64: 0..length-1 of each sequence, one after another."""
-    return torch.cat([torch.arange(n, device=device) for n in lengths])
+    return torch.cat([torch.arange(n) for n in lengths])
 
 
 def packed_attention(

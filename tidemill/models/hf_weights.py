@@ -133,7 +133,7 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
     """The model of a Hugging Face folder (`config.json` and safetensors, whole or sharded).
 
     Files are memory-mapped and copied tensor by tensor. Raises UnsupportedModel, a ValueError, if the folder is not such
@@ -142,8 +142,8 @@ def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: 
     folder = Path(folder)
     arch = Architecture.from_folder(folder)
     aside = {_HEAD: list[Tensor]()} if arch.tied else {}
-    decoder = _read(folder, arch, dtype, device, aside)
-    if any(not torch.equal(head.to(device, dtype), decoder.embed.weight) for head in aside.get(_HEAD, [])):
+    decoder = _read(folder, arch, dtype, aside)
+    if any(not torch.equal(head.to(dtype), decoder.embed.weight) for head in aside.get(_HEAD, [])):
         raise UnsupportedModel(
             f"{folder}: config.json ties the head to the embedding, but its lm_head.weight differs from it; "
             "set tie_word_embeddings to false"
@@ -151,14 +151,14 @@ def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: 
     return decoder
 
 
-def load_scored(folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Decoder, Tensor | None]:
+def load_scored(folder: str | Path) -> tuple[Decoder, Tensor | None]:
     """(decoder, score [labels, D]) of a folder for sequence classification.
 
     The score is None for a language model, whose head is not read. Raises UnsupportedModel as `load_folder` does.
     """
     folder = Path(folder)
     aside = {_HEAD: list[Tensor](), SCORE: list[Tensor]()}
-    decoder = _read(folder, replace(Architecture.from_folder(folder), tied=True), dtype, "cpu", aside)
+    decoder = _read(folder, replace(Architecture.from_folder(folder), tied=True), torch.float32, aside)
     return decoder, next(iter(aside[SCORE]), None)
 
 
@@ -172,12 +172,10 @@ def check_folder(folder: str | Path, scored: bool = False) -> None:
     check_headers(folder, {name: tuple(view.shape) for name, view in hf_views(_shaped(arch))}, aside)
 
 
-def _read(
-    folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device | str, aside: dict[str, list[Tensor]]
-) -> Decoder:
+def _read(folder: Path, arch: Architecture, dtype: torch.dtype, aside: dict[str, list[Tensor]]) -> Decoder:
     """A decoder with a folder's weights; tensors named in `aside` are put there."""
     _check_size(arch, folder)
-    decoder = empty_decoder(arch, dtype, device)
+    decoder = empty_decoder(arch, dtype)
 
     def wanted() -> Iterator[Slice]:
         for piece in folder_slices(folder):

@@ -36,11 +36,6 @@ class Matrix:
         self._lock = threading.Lock()  # several threads may multiply with it
         self._copies: dict[str, Tensor] = {}  # by the product that reads them
 
-    @property
-    def copied(self) -> int:
-        """The bytes of its copies of the weight."""
-        return sum(each.nbytes for each in self._copies.values())
-
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b, in the dtype of x."""
         bias = None if bias is None else bias.detach().to(x.dtype)

@@ -73,9 +73,9 @@ def last_tokens(rows: Sequence[Sequence[int]], arch: Architecture) -> list[int]:
     return [found[-1] if found else 0 for found in places]
 
 
-def load_value_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> ValueModel:
+def load_value_model(folder: str | Path) -> ValueModel:
     """The value model of a folder, scored or not. Raises as `load_folder` does."""
-    decoder, score = load_scored(folder, dtype)
+    decoder, score = load_scored(folder)
     model = ValueModel(decoder)
     if score is not None:
         if score.shape != model.head.weight.shape:

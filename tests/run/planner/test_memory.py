@@ -249,7 +249,7 @@ def kept_by(decoder: Decoder, settings: TrainerSettings, lengths: list[int]) -> 
         seen = sum(alive.values())
         kept.sum().backward()
         matrices = [each.gathered for each in decoder.modules() if isinstance(each, Linear)]
-        return seen, sum(each.copied for each in matrices if each is not None)
+        return seen, sum(copy.nbytes for each in matrices if each is not None for copy in each._copies.values())
 
 
 @pytest.mark.parametrize("lengths", [[100] * 4, [100, 60, 33, 20, 90, 90]], ids=["even", "ragged"])
