@@ -6,7 +6,7 @@ So do the processes that they start: threads that wait for each other on cores t
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before it is read: no test asks the hub, but those that bring one along
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # before torch is: it reads them once
 
 import pytest
 import torch

@@ -1,9 +1,10 @@
-"""What the static tests share: the package's source files, and the dotted name of a call."""
+"""Parts that the static tests share: the package's source files, parsed once, and the dotted name of a call."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -13,6 +14,12 @@ def sources() -> Iterator[tuple[str, str]]:
     """(path from the root, text) of every module of the package."""
     for path in sorted((ROOT / "tidemill").rglob("*.py")):
         yield str(path.relative_to(ROOT)), path.read_text()
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Every node of a module's tree. The tree is parsed once, so it is not to be changed."""
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def dotted(node: ast.AST) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import structure
+from sources import nodes
 
 from tidemill.core.config import Config
 from tidemill.run.recipe import RunConfig, load_recipe
@@ -25,7 +26,7 @@ CONTROLLER_NEVER = {"torch", "transformers", "ray", "zmq", "sqlite3"}
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text())):  # lazy and TYPE_CHECKING imports count too
+    for node in nodes(path):  # lazy and TYPE_CHECKING imports count too
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             names = [node.module or ""] if node.module != "tidemill" else [f"tidemill.{a.name}" for a in node.names]
@@ -71,7 +72,7 @@ def test_public_classes_are_told_apart():
     classes = Counter(
         node.name
         for _, path in modules()
-        for node in ast.parse(path.read_text()).body
+        for node in nodes(path)[0].body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not {name for name, count in classes.items() if count > 1}
@@ -85,7 +86,7 @@ def test_first_lines_of_docstrings_stand_alone():
     found = [
         f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {first}"
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if FRAGMENT.match(first := (ast.get_docstring(node) or "").partition("\n")[0])
     ]

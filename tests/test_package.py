@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
+from sources import nodes
 
 import tidemill
 
@@ -28,10 +29,9 @@ def name_of(requirement: str) -> str:
 
 
 def imports() -> set[str]:
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "tidemill").rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    found = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    found |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    every = [node for path in (ROOT / "tidemill").rglob("*.py") for node in nodes(path)]
+    found = {node.module for node in every if isinstance(node, ast.ImportFrom) and node.module}
+    found |= {alias.name for node in every if isinstance(node, ast.Import) for alias in node.names}
     return {name.partition(".")[0] for name in found} - sys.stdlib_module_names - {"tidemill"}
 
 

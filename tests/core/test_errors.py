@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sources import nodes
 
 from tidemill.core import errors
 from tidemill.core.errors import CheckpointError, ConfigError, RunFolderError, TidemillError
@@ -19,14 +20,14 @@ BUILT_IN = {name for name, kind in vars(builtins).items() if isinstance(kind, ty
 OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
 
 
-def trees() -> list[tuple[str, ast.Module]]:
-    return [(path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py")]
+def modules() -> list[tuple[str, list[ast.AST]]]:
+    return [(path.relative_to(PACKAGE).as_posix(), nodes(path)) for path in PACKAGE.rglob("*.py")]
 
 
-def exceptions_of(tree: ast.Module) -> set[str]:
+def exceptions_of(module: list[ast.AST]) -> set[str]:
     """Names of the exception classes that a module defines."""
     known, found = BUILT_IN | OURS, set[str]()
-    for node in ast.walk(tree):
+    for node in module:
         if isinstance(node, ast.ClassDef) and {ast.unparse(base).rpartition(".")[2] for base in node.bases} & (
             known | found
         ):
@@ -35,12 +36,12 @@ def exceptions_of(tree: ast.Module) -> set[str]:
 
 
 def test_an_exception_that_another_package_imports_is_in_the_module_of_errors() -> None:
-    homes = {name: path for path, tree in trees() if path != "core/errors.py" for name in exceptions_of(tree)}
+    homes = {name: path for path, module in modules() if path != "core/errors.py" for name in exceptions_of(module)}
     assert {"FaultError", "Unreadable"} <= set(homes), "local ones are found, or nothing is checked"
     crossing = [
         f"{path}:{node.lineno} imports {alias.name} of {homes[alias.name]}"
-        for path, tree in trees()
-        for node in ast.walk(tree)
+        for path, module in modules()
+        for node in module
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.name in homes and path.split("/")[0] != homes[alias.name].split("/")[0]
@@ -52,8 +53,8 @@ def test_no_module_hands_an_error_on() -> None:
     """An error is imported from its home only."""
     wrong = [
         f"{path}:{node.lineno}"
-        for path, tree in trees()
-        for node in ast.walk(tree)
+        for path, module in modules()
+        for node in module
         if isinstance(node, ast.ImportFrom) and node.module != "tidemill.core.errors"
         if {alias.name for alias in node.names} & OURS
     ]
