@@ -15,7 +15,7 @@ from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Sample, Support
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.run.cluster import Parts, start_parts
+from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.recipe_changes import check_same_run
@@ -42,9 +42,9 @@ def recipe(folder: Path, engines: int, **tables: Any) -> RunConfig:
     return build(RunConfig, base | {"algorithm": {"name": "opd", "reference": str(teacher)}} | tables)
 
 
-async def parts_of(config: RunConfig, folder: Path, stack: AsyncExitStack) -> Parts:
+async def parts_of(config: RunConfig, folder: Path, stack: AsyncExitStack) -> Cluster:
     placement = await stack.enter_async_context(placed(config.placement, folder, config.supervise))
-    starting = start_parts(plan_of(config), Path(config.model), RunFolder(folder), placement, lambda kind, detail: None)
+    starting = start_cluster(plan_of(config), Path(config.model), RunFolder(folder), placement, lambda kind, detail: None)
     return await stack.enter_async_context(starting)
 
 

@@ -21,28 +21,28 @@ from tidemill.envs.guess import ALPHABET
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Event
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.run.cluster import Parts
+from tidemill.run.cluster import Cluster
 
-Change = Callable[[Parts], Any]
+Change = Callable[[Cluster], Any]
 
 
 def changing(monkeypatch: pytest.MonkeyPatch, change: Change) -> list[BaseException | None]:
     """Have `change` done to a run's parts while it trains. Returns its outcome, once it has ended: an error or None."""
-    watched, ended = Parts.watched, list[BaseException | None]()
+    watched, ended = Cluster.watched, list[BaseException | None]()
 
     @asynccontextmanager
-    async def changed(self: Parts) -> AsyncIterator[None]:
+    async def changed(self: Cluster) -> AsyncIterator[None]:
         async with watched(self):
             changes = asyncio.ensure_future(change(self))
             changes.add_done_callback(lambda task: ended.append(None if task.cancelled() else task.exception()))
             yield
             await changes
 
-    monkeypatch.setattr(Parts, "watched", changed)
+    monkeypatch.setattr(Cluster, "watched", changed)
     return ended
 
 
-async def trained(parts: Parts, step: int) -> None:
+async def trained(parts: Cluster, step: int) -> None:
     """Wait until the version of this step is published."""
     async with asyncio.timeout(60):
         while parts.pool.in_force is None or parts.pool.in_force.step < step:
@@ -78,7 +78,7 @@ def test_one_engine_joins_and_another_is_drained_while_training_goes_on(
 ) -> None:
     steps, pids = list[int](), dict[str, int]()
 
-    async def change(parts: Parts) -> None:
+    async def change(parts: Cluster) -> None:
         def note(*names: str) -> None:
             assert parts.pool.in_force is not None
             steps.append(parts.pool.in_force.step)
@@ -115,7 +115,7 @@ def test_one_engine_joins_and_another_is_drained_while_training_goes_on(
 def test_an_engine_that_restarts_with_less_context_limits_the_run_or_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
-    async def change(parts: Parts) -> None:
+    async def change(parts: Cluster) -> None:
         await trained(parts, 1)
         engine = type(parts.pool.engines[0])
         full = engine.capabilities

@@ -14,8 +14,8 @@ import pytest
 
 import tidemill
 from tidemill.cli.commands.evaluate import find_subject
-from tidemill.cli.commands.model_argument import model_of
 from tidemill.cli.commands.plan_sections import figures
+from tidemill.cli.commands.run_state import model_of
 from tidemill.cli.commands.serve import served_name
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import fetch, is_name, shown

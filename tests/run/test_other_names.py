@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.core.errors import ConfigError
-from tidemill.run.foreign_keys import ELSEWHERE, NOT_YET, NOT_YET_VALUES, OPENRLHF, PRIME_RL, TRL, VERL
+from tidemill.run.foreign_keys import ELSEWHERE, NOT_YET, NOT_YET_VALUES, OTHERS, TRL
 from tidemill.run.recipe import RunConfig, load_recipe
 
 BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
@@ -38,7 +38,7 @@ def test_every_home_exists():
 
 def test_every_name_from_elsewhere_is_answered_and_documented():
     trl, others = ((DOCS / f"from_{name}.md").read_text() for name in ("trl", "others"))
-    for names, page in ((TRL, trl), (VERL, others), (PRIME_RL, others), (OPENRLHF, others)):
+    for names, page in ((TRL, trl), (OTHERS, others)):
         for name in names:
             assert f"`{name}`" in page, name
     for name, home in ELSEWHERE.items():
@@ -106,7 +106,7 @@ def test_a_pasted_table_is_explained_key_by_key():
     said = refused("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.rollout.n=8", "data.train_batch_size=32")
     for home in ("'trainer.lr'", "'rollout.group_size'", "'rollout.groups'"):
         assert f"here it is {home}" in said
-    many = refused(*(f"{name}=1" for name in VERL if name.startswith("actor_rollout_ref.")))
+    many = refused(*(f"{name}=1" for name in OTHERS if name.startswith("actor_rollout_ref.")))
     assert many.count("here it is") == 5 and re.search(r"; and \d+ more$", many)
 
 

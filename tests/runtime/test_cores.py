@@ -25,7 +25,7 @@ from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.run.cluster import start_parts
+from tidemill.run.cluster import start_cluster
 from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.roles import build_engine, build_trainer
@@ -273,7 +273,7 @@ async def started(folder: Path, tables: dict[str, Any]) -> dict[str, Any]:
     """What the processes of a run are given."""
     config, placement = recipe(folder, **tables), Recording()
     with pytest.raises(BaseExceptionGroup):
-        async with start_parts(plan_of(config), Path(config.model), RunFolder(folder), placement, lambda *_: None):
+        async with start_cluster(plan_of(config), Path(config.model), RunFolder(folder), placement, lambda *_: None):
             raise AssertionError("nothing was started")
     assert placement.given.keys() >= {"trainer"}
     return placement.given

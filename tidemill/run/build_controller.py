@@ -1,6 +1,6 @@
 """Builds the controller of a session, at the place where the run stands.
 
-standing (see `resume`, `deterministic_resume`) + pool, roller, trainer, ledger, algorithm, hooks -> Controller
+resume point (see `resume`, `deterministic_resume`) + pool, roller, trainer, ledger, algorithm, hooks -> Controller
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tidemill.controller.rollout import EpisodeSetup, Rollout
 from tidemill.core.interfaces import Environment
 from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Version
 from tidemill.observability.time_breakdown import EVALUATE
-from tidemill.run.cluster import Parts
+from tidemill.run.cluster import Cluster
 from tidemill.run.deterministic_resume import Recorded, take_up_exactly
 from tidemill.run.planner.plan import RunPlan
 from tidemill.run.recipe import RunConfig
 from tidemill.run.replay_buffer import Experience
-from tidemill.run.resume import Standing, take_up
+from tidemill.run.resume import ResumePoint, take_up
 from tidemill.run.storage.checkpoint_manifest import Position
 from tidemill.run.storage.checkpoints import Checkpoints
 from tidemill.run.storage.model_folder import ModelFolder
@@ -52,53 +52,53 @@ def make_episodes(config: RunConfig, environment: Environment, model: ModelFolde
     return EpisodeSetup(environment, model.tokenizer, params, context, r.episode_s, known.vocab)
 
 
-async def build_controller(session: Session, parts: Parts) -> Controller:
+async def build_controller(session: Session, cluster: Cluster) -> Controller:
     """Bring the trainer to where the run stands, and put the controller together that goes on from there."""
     config, ledger, plan = session.config, session.ledger, session.plan
     algorithm = algorithm_of(config.algorithms, config.rollout.max_tokens)
     checkpoints = _checkpoints(session)
-    context = min(pool.context for pool in parts.pools)  # shorter if a KV cache is small
+    context = min(pool.context for pool in cluster.pools)  # shorter if a KV cache is small
     episodes = replace(make_episodes(config, session.environment, session.model), context=context, extras=session.extras)
     if config.offline:
         roller = OfflineRoller(config.offline, session.model.tokenizer)
-        held_out = HeldOut(parts.trainer, algorithm, roller)
+        held_out = HeldOut(cluster.trainer, algorithm, roller)
     else:
         size, greedy = config.rollout.group_size, any(each.wants_greedy for each in config.algorithms.values())
-        roller, held_out = Rollout(parts.pool, episodes, size, config.seed, session.monitor.beside, greedy), None
+        roller, held_out = Rollout(cluster.pool, episodes, size, config.seed, session.monitor.beside, greedy), None
 
     def unchanged(version: Version, why: str) -> None:
-        session.tell("weights_unchanged", {"version": str(version), "why": why})
+        session.record_event("weights_unchanged", {"version": str(version), "why": why})
 
-    publisher = PoolPublisher(parts.trainer, parts.pool, unchanged)
-    evaluate = _evaluation(session, Evaluator(parts.pool, episodes, config.seed), held_out)
+    publisher = PoolPublisher(cluster.trainer, cluster.pool, unchanged)
+    evaluate = _evaluation(session, Evaluator(cluster.pool, episodes, config.seed), held_out)
     algorithm.recall(ledger.metrics_of, session.note)
-    exact = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note) if config.deterministic else None
-    standing = exact
-    if standing is None:
+    exact = await take_up_exactly(ledger, checkpoints, cluster.trainer, session.note) if config.deterministic else None
+    point = exact
+    if point is None:
         reached = _made_up(session, publisher, evaluate)
-        standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note, reached)
+        point = await take_up(ledger, checkpoints, cluster.trainer, algorithm, session.note, reached)
     if ledger.next_group_id() > 0:
-        session.note(f"going on from step {standing.step} of {config.steps}")
+        session.note(f"going on from step {point.step} of {config.steps}")
         if known := ledger.evaluations():
             session.monitor.remember(known[-1].metrics)
     recorded = Recorded(ledger, roller) if exact else None
     if session.curriculum is None:  # from here on it is told of everything
         session.curriculum = remembered(curriculum_of(config, session.environment), ledger)
-    session.monitor.attach(parts.trainer, parts.pools, session.curriculum.figures)
+    session.monitor.attach(cluster.trainer, cluster.pools, session.curriculum.figures)
     return Controller(
-        _schedule(plan, standing),
-        _buffer(plan, standing),
+        _schedule(plan, point),
+        _buffer(plan, point),
         giving(session.curriculum),
         recorded or roller,
-        parts.trainer,
+        cluster.trainer,
         publisher,
         recorded or ledger,
         algorithm,
         session.monitor,
-        _hooks(session, parts, checkpoints, evaluate, standing),
+        _hooks(session, cluster, checkpoints, evaluate, point),
         gate=_gate(session),
-        restored=standing.left,
-        versions=standing.versions,
+        restored=point.left,
+        versions=point.versions,
         learn=session.curriculum.learn_group,
         again=Experience(ledger, config.data.replay, plan.replayed),
         timeline=session.monitor.loop,
@@ -133,13 +133,13 @@ def _gate(session: Session) -> Gate:
     return Gate(Breaker(scoring.max_error_share, scoring.pause_s), session.environment.name, tell)
 
 
-def _schedule(plan: RunPlan, standing: Standing) -> Schedule:
+def _schedule(plan: RunPlan, point: ResumePoint) -> Schedule:
     config = plan.config
     return Schedule(
         steps=config.steps,
-        first=standing.step,
-        saved=standing.saved,
-        incarnation=standing.incarnation,
+        first=point.step,
+        saved=point.saved,
+        incarnation=point.incarnation,
         eval_every=plan.eval_every,
         checkpoint_every=config.record.checkpoint_every,
         probe_every=config.record.probe_every,
@@ -148,15 +148,15 @@ def _schedule(plan: RunPlan, standing: Standing) -> Schedule:
     )
 
 
-def _buffer(plan: RunPlan, standing: Standing) -> Buffer:
+def _buffer(plan: RunPlan, point: ResumePoint) -> Buffer:
     config, rollout = plan.config, plan.config.rollout
     return Buffer(
         batch=rollout.groups,
         max_lag=config.max_lag,
         window=rollout.window,
-        total=(config.steps - standing.step) * rollout.groups,
-        next_id=standing.next_id,
-        live=standing.live,
+        total=(config.steps - point.step) * rollout.groups,
+        next_id=point.next_id,
+        live=point.live,
     )
 
 
@@ -194,15 +194,15 @@ def _made_up(session: Session, publisher: PoolPublisher, evaluate: Evaluation) -
     return reached
 
 
-def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluate: Evaluation, standing: Standing) -> Hooks:
+def _hooks(session: Session, cluster: Cluster, checkpoints: Checkpoints, evaluate: Evaluation, point: ResumePoint) -> Hooks:
     async def checkpoint(step: int, next_id: int) -> Coroutine[Any, Any, None]:
-        return await checkpoints.begin(parts.trainer, Position(step, standing.incarnation, next_id))
+        return await checkpoints.begin(cluster.trainer, Position(step, point.incarnation, next_id))
 
-    agreement = Agreement(parts.trainer, session.plan.coarsest)
+    agreement = Agreement(cluster.trainer, session.plan.coarsest)
 
     async def probe(version: Version, samples: Sequence[Sample], logprobs: Sequence[Array]) -> None:
-        if all(can.score for can in parts.capabilities):
-            agreement.check_probe(version, await session.monitor.probe(version, samples, logprobs, parts.pool))
+        if all(can.score for can in cluster.capabilities):
+            agreement.check_probe(version, await session.monitor.probe(version, samples, logprobs, cluster.pool))
 
     return Hooks(evaluate, checkpoint, agreement, probe)
 

@@ -1,17 +1,14 @@
-"""The processes of a run: started together, watched, and stopped together.
-
-trainer + engines (+ engines that serve the reference) -> Parts: the proxies, and the supervisors that restart engines
-"""
+"""The processes of a run: trainer, engines and engines of the reference, started, watched and stopped together."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tidemill.controller.controller import first_cause
 from tidemill.controller.engine_pool import EnginePool, Member
@@ -23,18 +20,18 @@ from tidemill.core.token_extras import TokenExtra
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.run.capability_check import adapted, check_context, check_engine
 from tidemill.run.planner.plan import RunPlan
+from tidemill.run.recipe import RunConfig
 from tidemill.run.roles import ENGINE_DEADLINES, REFERENCE_DEADLINES, TRAINER_DEADLINES, budget_of, start_role
 from tidemill.run.storage.run_folder import RunFolder
-from tidemill.runtime.cpu_sharing import CoreShare, core_board
+from tidemill.runtime.cpu_sharing import CoreBoard, CoreShare, core_board
 from tidemill.runtime.placement import Handle, Placement
 from tidemill.trainer.trainer_kinds import TrainerSpec, folder_of
 
-T = TypeVar("T")
 GRACE_S = 1.0  # for the report of a process's end to arrive
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Cluster:
     """The trainer and the engine pools of a run, with their supervisors."""
 
     trainer: Trainer
@@ -62,10 +59,7 @@ class Parts:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Restart engines that end while the body runs.
-
-        When an engine cannot be restarted, or the trainer ends, the body ends with that cause.
-        """
+        """Restart engines that end while the body runs. It ends when one cannot be restarted, or the trainer ends."""
         try:
             async with asyncio.TaskGroup() as group:
                 works = [*(each.run() for each in self.supervisors), self._trainer_ends()]
@@ -90,28 +84,22 @@ class Parts:
 
 def trainer_spec(plan: RunPlan, model: Path, folder: RunFolder, share: CoreShare | None = None) -> TrainerSpec:
     """The spec of a run's trainer, or of its warm-up's. model: the folder that it starts from."""
-    config = plan.config
-    spec = TrainerSpec(
+    config, warm_up = plan.config, plan.warm_up
+    return TrainerSpec(
         model=model,
         trainer=config.trainer,
-        steps=1,  # of a warm-up, whose constant rate has no end
+        steps=1 if warm_up else config.steps * plan.updates,  # the constant rate of a warm-up has no end
         checkpoints=plan.saves_beside,
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,
         core_share=share,
         threads=plan.lanes,
+        reference=None if warm_up or config.placement.reference_engines else config.reference,
+        critic=None if warm_up else config.critic,
+        scores=not warm_up and config.scores,
+        profile=_profile(plan, folder),
     )
-    if plan.warm_up:
-        return spec
-    own = {
-        "steps": config.steps * plan.updates,
-        "reference": None if config.placement.reference_engines else config.reference,
-        "critic": config.critic,
-        "scores": config.scores,
-        "profile": _profile(plan, folder),
-    }
-    return spec.model_copy(update=own)
 
 
 def engine_specs(plan: RunPlan, model: Path, folder: RunFolder) -> dict[str, EngineSpec]:
@@ -136,71 +124,90 @@ def _profile(plan: RunPlan, folder: RunFolder) -> Path | None:
     return folder.profile if plan.config.profile and not plan.warm_up else None
 
 
+@dataclass(slots=True)
+class _Starter:
+    """Starts the processes of a run, and checks what its engines can do."""
+
+    config: RunConfig
+    placement: Placement
+    engines: dict[str, EngineSpec]  # by role
+    board: CoreBoard
+    extras: Sequence[TokenExtra]
+    on_event: Callable[[str, dict[str, Any]], None]
+    context: int = 0  # tokens, of the engines that the run began with; 0: they are being started
+    told: set[str] = field(default_factory=set)  # adaptations
+    started: list[Handle[Any]] = field(default_factory=list)
+
+    async def trainer(self, spec: TrainerSpec) -> Handle[Trainer]:
+        threads = self.config.placement.trainer_threads
+        handle = await start_role(self.placement, Trainer, spec, threads, TRAINER_DEADLINES)
+        self.started.append(handle)  # at once: a sibling's failure must not leave it running
+        return handle
+
+    async def engine(self, role: str, name: str) -> Handle[Engine]:
+        threads = self.config.placement.engine_threads
+        spec = self.engines[role].model_copy(update={"name": name, "core_share": self.board.share(name, threads)})
+        deadlines = REFERENCE_DEADLINES if role == "reference" else ENGINE_DEADLINES
+        handle = await start_role(self.placement, Engine, spec, threads, deadlines)
+        self.started.append(handle)
+        return handle
+
+    async def member(self, role: str, handle: Handle[Engine]) -> Member:
+        can = await handle.proxy.capabilities()
+        adaptations = check_engine(self.config.engine.kind_name, can, self.config, role, self.extras)
+        if self.context:
+            adaptations += check_context(handle.name, can, self.context, self.config, role)
+        for said in adaptations:
+            if said not in self.told:
+                self.told.add(said)
+                self.on_event("engine_adapted", {"how": said})
+        return Member(handle.name, adapted(handle.proxy, can), can)
+
+    async def first(self, role: str, name: str) -> tuple[Handle[Engine], Member]:
+        handle = await self.engine(role, name)
+        return handle, await self.member(role, handle)
+
+
 @asynccontextmanager
-async def start_parts(
+async def start_cluster(
     plan: RunPlan,
     model: Path,
     folder: RunFolder,
     placement: Placement,
-    tell: Callable[[str, dict[str, Any]], None],
+    on_event: Callable[[str, dict[str, Any]], None],
     extras: Sequence[TokenExtra] = (),
-) -> AsyncIterator[Parts]:
+) -> AsyncIterator[Cluster]:
     """Start trainer and engines side by side, and stop them at the end, however it comes.
 
-    model: the folder that they start from. tell: called with (kind of event, details) for each engine that was lost or came
-    back. extras: asked of engines.
+    model: the folder that they start from. on_event: called with (kind, details) for each engine that was lost, came back or
+    is adapted to. extras: asked of engines.
     """
-    config, settings = plan.config, plan.config.placement
-    specs, deadlines = engine_specs(plan, model, folder), {"engine": ENGINE_DEADLINES, "reference": REFERENCE_DEADLINES}
-    counts = {role: {"engine": settings.engines, "reference": settings.reference_engines}[role] for role in specs}
-    threads, started = settings.engine_threads, list[Handle[Any]]()
-    pools, told, limit = dict[str, EnginePool](), set[str](), 0
-
-    async def start(protocol: type[T], *how: Any) -> Handle[T]:
-        handle = await start_role(placement, protocol, *how)
-        started.append(handle)  # at once: a sibling's failure must not leave it running
-        return handle
-
-    async def start_engine(role: str, name: str) -> Handle[Engine]:
-        spec = specs[role].model_copy(update={"name": name, "core_share": board.share(name, threads)})
-        return await start(Engine, spec, threads, deadlines[role])
-
-    async def member_of(role: str, handle: Handle[Engine]) -> Member:
-        can = await handle.proxy.capabilities()
-        adaptations = check_engine(config.engine.kind_name, can, config, role, extras)
-        if limit:  # of the engines that the run began with
-            adaptations += check_context(handle.name, can, limit, config, role)
-        for said in adaptations:
-            if said not in told:
-                told.add(said)
-                tell("engine_adapted", {"how": said})
-        return Member(handle.name, adapted(handle.proxy, can), can)
-
-    async def begun(role: str, name: str) -> tuple[Handle[Engine], Member]:
-        handle = await start_engine(role, name)
-        return handle, await member_of(role, handle)
-
+    config, settings, specs = plan.config, plan.config.placement, engine_specs(plan, model, folder)
+    counts = {"engine": settings.engines, "reference": settings.reference_engines}
+    names = {role: [f"{role}-{i}" for i in range(counts[role])] for role in specs}
+    threads = settings.trainer_threads
     async with AsyncExitStack() as stack:
-        board = stack.enter_context(core_board(max(settings.trainer_threads, threads) if plan.shares_cores else 1))
-        stack.push_async_callback(_stop_all, started)
-        spec = trainer_spec(plan, model, folder, board.share("trainer", settings.trainer_threads))
-        starting = start(Trainer, spec, settings.trainer_threads, TRAINER_DEADLINES)
+        board = stack.enter_context(core_board(max(threads, settings.engine_threads) if plan.shares_cores else 1))
+        starter = _Starter(config, placement, specs, board, extras, on_event)
+        stack.push_async_callback(_stop_all, starter.started)
+        spec = trainer_spec(plan, model, folder, board.share("trainer", threads))
         async with asyncio.TaskGroup() as group:
-            first = group.create_task(starting)
-            others = {role: [group.create_task(begun(role, f"{role}-{i}")) for i in range(counts[role])] for role in counts}
-        supervisors = list[Supervisor]()
-        for role, tasks in others.items():
+            learning = group.create_task(starter.trainer(spec))
+            serving = {role: [group.create_task(starter.first(role, name)) for name in names[role]] for role in specs}
+        pools, supervisors = dict[str, EnginePool](), list[Supervisor]()
+        for role, tasks in serving.items():
             handles, members = zip(*(task.result() for task in tasks), strict=True)
             pools[role] = EnginePool(members)
-            how = partial(start_engine, role), partial(member_of, role), partial(budget_of, config.supervise), tell
-            supervisors.append(Supervisor(pools[role], role, handles, *how))
-        limit = min(pool.context for pool in pools.values())
-        handle = first.result()
-        learner: Trainer = handle.proxy
+            start, member = partial(starter.engine, role), partial(starter.member, role)
+            budget = partial(budget_of, config.supervise)
+            supervisors.append(Supervisor(pools[role], role, handles, start, member, budget, on_event))
+        starter.context = min(pool.context for pool in pools.values())
+        handle = learning.result()
+        trainer: Trainer = handle.proxy
         if "reference" in pools:
-            learner = WithServedReference(learner, pools["reference"])
-        yield Parts(
-            *(learner, list(pools.values()), supervisors),
+            trainer = WithServedReference(trainer, pools["reference"])
+        yield Cluster(
+            *(trainer, list(pools.values()), supervisors),
             lambda: [handle, *(each for supervisor in supervisors for each in supervisor.handles.values())],
         )
 

@@ -21,13 +21,13 @@ from tidemill.core.errors import LedgerError, PayloadLost
 from tidemill.core.interfaces import Roller, Trainer
 from tidemill.core.types import Group, Metrics, Task, Version
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.run.resume import Standing, load_newest
+from tidemill.run.resume import ResumePoint, load_newest
 from tidemill.run.storage.checkpoints import Checkpoints
 
 
 async def take_up_exactly(
     ledger: SqliteLedger, checkpoints: Checkpoints, trainer: Trainer, note: Callable[[str], None]
-) -> Standing | None:
+) -> ResumePoint | None:
     """Bring the trainer to the newest checkpoint, and return where the run stands.
 
     Returns None if the steps since cannot be repeated to the last bit, which is noted and recorded. Raises ConfigError for a
@@ -52,7 +52,7 @@ async def take_up_exactly(
         for group_id in ledger.waiting_at(step, next_id)
     ]
     known = {version.key: version for version in ledger.versions() if version.step <= step}
-    return Standing(step, incarnation, next_id, left, known, saved=step)
+    return ResumePoint(step, incarnation, next_id, left, known, saved=step)
 
 
 def _unrepeatable(ledger: SqliteLedger, step: int, next_id: int, incarnation: int) -> str:

@@ -1,11 +1,12 @@
 """Keys known from other projects, and keys of features that do not exist here yet.
 
-Data, no code. `recipe` gives both to `config`, which looks up an unknown key here before it guesses. A name with dots is one
-place in a recipe; a name without dots stands for itself wherever it is given. docs/from_trl.md and docs/from_others.md list
-the first kind.
+`core.config` looks up an unknown key here before it guesses. A name with dots is one place in a recipe; a name without dots
+stands for itself wherever it is given. docs/from_trl.md and docs/from_others.md list the first kind.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 STEP_SIZE = "'rollout.groups' times 'rollout.group_size'"
 CLIP = "algorithm.constants = { clip_low = 0.2, clip_high = 0.28 }"
@@ -22,160 +23,98 @@ REWARD = 'env = "FILE.py:FUNCTION"'
 EPOCHS = "'steps': one pass over the tasks is their number divided by 'rollout.groups'"
 WANDB = 'record.sinks = ["wandb"]'
 
-TRL = {
-    "learning_rate": "'trainer.lr'",
-    "num_generations": "'rollout.group_size'",
-    "max_completion_length": "'rollout.max_tokens'",
-    "per_device_train_batch_size": STEP_SIZE,
-    "max_steps": "'steps'",
-    "num_train_epochs": EPOCHS,
-    "bf16": "'trainer.dtype' and 'engine.dtype'",
-    "gradient_checkpointing": "'trainer.checkpointing'",
-    "beta": KL,
-    "loss_type": "'algorithm'",
-    "epsilon": CLIP,
-    "num_iterations": UPDATES,
-    "eval_steps": "'eval.every'",
-    "save_steps": "'record.checkpoint_every'",
-    "report_to": "'record.sinks'",
-    "reward_funcs": REWARDS,
-    "reward_weights": REWARDS,
-    "train_dataset": ROWS,
-    "eval_dataset": ROWS,
-    "output_dir": "'run_dir'",
-    "env.reward": REWARDS + ', or path = [...] where kind = "python"',
-}
 
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+def by_name(names: Mapping[str, str]) -> dict[str, str]:
+    """Sentences by name, from names, separated by spaces, by sentence."""
+    return {name: said for said, listed in names.items() for name in listed.split()}
 
-VERL = {
-    "actor_rollout_ref.model.path": "'model'",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": "'trainer.checkpointing'",
-    f"{_ACTOR}.optim.lr": "'trainer.lr'",
-    f"{_ACTOR}.optim.weight_decay": "'trainer.weight_decay'",
-    f"{_ACTOR}.optim.lr_warmup_steps": "'trainer.warmup_steps'",
-    f"{_ACTOR}.optim.warmup_style": "'trainer.schedule'",
-    f"{_ACTOR}.optim.min_lr_ratio": "'trainer.min_lr_ratio'",
-    f"{_ACTOR}.grad_clip": "'trainer.max_grad_norm'",
-    f"{_ACTOR}.ppo_mini_batch_size": UPDATES,
-    f"{_ACTOR}.ppo_epochs": UPDATES,
-    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "'trainer.micro_batch_tokens'",
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": "'trainer.micro_batch_tokens'",
-    f"{_ACTOR}.clip_ratio": CLIP,
-    f"{_ACTOR}.clip_ratio_low": CLIP,
-    f"{_ACTOR}.clip_ratio_high": CLIP,
-    f"{_ACTOR}.entropy_coeff": ENTROPY,
-    f"{_ACTOR}.use_kl_loss": KL,
-    f"{_ACTOR}.kl_loss_coef": KL,
-    f"{_ACTOR}.kl_loss_type": KL_ESTIMATOR,
-    f"{_ACTOR}.loss_agg_mode": "'algorithm.reduction'",
-    f"{_ROLLOUT}.n": "'rollout.group_size'",
-    f"{_ROLLOUT}.temperature": "'rollout.temperature'",
-    f"{_ROLLOUT}.top_p": "'rollout.top_p'",
-    f"{_ROLLOUT}.top_k": "'rollout.top_k'",
-    f"{_ROLLOUT}.response_length": "'rollout.max_tokens'",
-    f"{_ROLLOUT}.dtype": "'engine.dtype'",
-    f"{_ROLLOUT}.max_model_len": "'engine.context'",
-    f"{_ROLLOUT}.max_num_seqs": "'engine.max_sequences'",
-    f"{_ROLLOUT}.gpu_memory_utilization": "'engine.kv_memory_mb'",
-    "rollout.n": "'rollout.group_size'",
-    "data.train_files": ROWS,
-    "data.val_files": ROWS,
-    "data.prompt_key": COLUMNS,
-    "data.train_batch_size": "'rollout.groups'",
-    "data.max_prompt_length": "'engine.context'",
-    "data.max_response_length": "'rollout.max_tokens'",
-    "data.shuffle": "'data.order'",
-    "custom_reward_function.path": REWARD,
-    "custom_reward_function.name": REWARD,
-    "critic.optim.lr": "'algorithm.critic.lr'",
-    "algorithm.adv_estimator": "'algorithm.advantage'",
-    "algorithm.norm_adv_by_std_in_grpo": "'algorithm.advantage'",
-    "algorithm.use_kl_in_reward": KL_IN_REWARD,
-    "algorithm.kl_ctrl.kl_coef": KL_IN_REWARD,
-    "algorithm.filter_groups.enable": DROP,
-    "trainer.total_training_steps": "'steps'",
-    "trainer.total_epochs": EPOCHS,
-    "trainer.save_freq": "'record.checkpoint_every'",
-    "trainer.max_actor_ckpt_to_keep": "'record.checkpoints'",
-    "trainer.test_freq": "'eval.every'",
-    "trainer.logger": "'record.sinks'",
-    "trainer.project_name": "'record.project'",
-    "trainer.experiment_name": "'run_dir'",
-    "trainer.default_local_dir": "'run_dir'",
-}
 
-PRIME_RL = {
-    "model.name": "'model'",
-    "max_async_level": "'max_lag'",
-    "async_level": "'max_lag'",
-    "max_off_policy_steps": "'max_lag'",
-    "batch_size": STEP_SIZE,
-    "rollouts_per_example": "'rollout.group_size'",
-    "seq_len": "'engine.context'",
-    "max_model_len": "'engine.context'",
-    "sampling.max_tokens": "'rollout.max_tokens'",
-    "sampling.temperature": "'rollout.temperature'",
-    "orchestrator.sampling.max_tokens": "'rollout.max_tokens'",
-    "orchestrator.sampling.temperature": "'rollout.temperature'",
-    "orchestrator.eval.interval": "'eval.every'",
-    "max_completion_tokens": "'rollout.max_tokens'",
-    "trainer.optim.lr": "'trainer.lr'",
-    "trainer.optim.weight_decay": "'trainer.weight_decay'",
-    "trainer.model.seq_len": "'engine.context'",
-    "trainer.model.ac.freq": "'trainer.checkpointing'",
-    "eval.interval": "'eval.every'",
-    "ckpt.interval": "'record.checkpoint_every'",
-    "ckpt.keep_last": "'record.checkpoints'",
-    "weight_broadcast.type": "'placement.sync.transport'",
-    "wandb.project": "'record.project'",
-    "output_dir": "'run_dir'",
-}
+TRL = by_name(
+    {
+        "'trainer.lr'": "learning_rate",
+        "'rollout.group_size'": "num_generations",
+        "'rollout.max_tokens'": "max_completion_length",
+        STEP_SIZE: "per_device_train_batch_size",
+        "'steps'": "max_steps",
+        EPOCHS: "num_train_epochs",
+        "'trainer.dtype' and 'engine.dtype'": "bf16",
+        "'trainer.checkpointing'": "gradient_checkpointing",
+        KL: "beta",
+        "'algorithm'": "loss_type",
+        CLIP: "epsilon",
+        UPDATES: "num_iterations",
+        "'eval.every'": "eval_steps",
+        "'record.checkpoint_every'": "save_steps",
+        "'record.sinks'": "report_to",
+        REWARDS: "reward_funcs reward_weights",
+        ROWS: "train_dataset eval_dataset",
+        "'run_dir'": "output_dir",
+        REWARDS + ', or path = [...] where kind = "python"': "env.reward",
+    }
+)
 
-OPENRLHF = {
-    "pretrain": "'model'",
-    "prompt_data": ROWS,
-    "eval_dataset": ROWS,
-    "input_key": COLUMNS,
-    "label_key": COLUMNS,
-    "actor_learning_rate": "'trainer.lr'",
-    "critic_learning_rate": "'algorithm.critic.lr'",
-    "lr_scheduler": "'trainer.schedule'",
-    "lr_warmup_ratio": "'trainer.warmup_steps'",
-    "l2": "'trainer.weight_decay'",
-    "adam_betas": "'trainer.betas'",
-    "max_norm": "'trainer.max_grad_norm'",
-    "n_samples_per_prompt": "'rollout.group_size'",
-    "rollout_batch_size": "'rollout.groups'",
-    "train_batch_size": STEP_SIZE,
-    "micro_train_batch_size": "'trainer.micro_batch_tokens'",
-    "micro_rollout_batch_size": "'engine.max_sequences'",
-    "generate_max_len": "'rollout.max_tokens'",
-    "prompt_max_len": "'engine.context'",
-    "num_episodes": EPOCHS,
-    "max_epochs": UPDATES,
-    "advantage_estimator": "'algorithm.advantage'",
-    "eps_clip": CLIP,
-    "eps_clip_low_high": CLIP,
-    "init_kl_coef": KL_IN_REWARD,
-    "use_kl_loss": KL,
-    "kl_estimator": KL_ESTIMATOR,
-    "entropy_loss_coef": ENTROPY,
-    "dynamic_filtering": DROP,
-    "async_train": "'max_lag'",
-    "async_queue_size": "'max_lag'",
-    "vllm_num_engines": "'placement.engines'",
-    "vllm_gpu_memory_utilization": "'engine.kv_memory_mb'",
-    "full_determinism": "'deterministic'",
-    "max_ckpt_num": "'record.checkpoints'",
-    "save_path": "'run_dir'",
-    "use_wandb": WANDB,
-    "wandb_project": "'record.project'",
-}
+OTHERS = by_name(
+    {
+        "'model'": "actor_rollout_ref.model.path model.name pretrain",
+        "'trainer.checkpointing'": "actor_rollout_ref.model.enable_gradient_checkpointing trainer.model.ac.freq",
+        "'trainer.lr'": "actor_rollout_ref.actor.optim.lr trainer.optim.lr actor_learning_rate",
+        "'trainer.weight_decay'": "actor_rollout_ref.actor.optim.weight_decay trainer.optim.weight_decay l2",
+        "'trainer.warmup_steps'": "actor_rollout_ref.actor.optim.lr_warmup_steps lr_warmup_ratio",
+        "'trainer.schedule'": "actor_rollout_ref.actor.optim.warmup_style lr_scheduler",
+        "'trainer.min_lr_ratio'": "actor_rollout_ref.actor.optim.min_lr_ratio",
+        "'trainer.max_grad_norm'": "actor_rollout_ref.actor.grad_clip max_norm",
+        UPDATES: "actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.ppo_epochs max_epochs",
+        "'trainer.micro_batch_tokens'": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu "
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu micro_train_batch_size",
+        CLIP: "actor_rollout_ref.actor.clip_ratio actor_rollout_ref.actor.clip_ratio_low "
+        "actor_rollout_ref.actor.clip_ratio_high eps_clip eps_clip_low_high",
+        ENTROPY: "actor_rollout_ref.actor.entropy_coeff entropy_loss_coef",
+        KL: "actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.actor.kl_loss_coef use_kl_loss",
+        KL_ESTIMATOR: "actor_rollout_ref.actor.kl_loss_type kl_estimator",
+        "'algorithm.reduction'": "actor_rollout_ref.actor.loss_agg_mode",
+        "'rollout.group_size'": "actor_rollout_ref.rollout.n rollout.n rollouts_per_example n_samples_per_prompt",
+        "'rollout.temperature'": "actor_rollout_ref.rollout.temperature sampling.temperature "
+        "orchestrator.sampling.temperature",
+        "'rollout.top_p'": "actor_rollout_ref.rollout.top_p",
+        "'rollout.top_k'": "actor_rollout_ref.rollout.top_k",
+        "'rollout.max_tokens'": "actor_rollout_ref.rollout.response_length data.max_response_length sampling.max_tokens "
+        "orchestrator.sampling.max_tokens max_completion_tokens generate_max_len",
+        "'engine.dtype'": "actor_rollout_ref.rollout.dtype",
+        "'engine.context'": "actor_rollout_ref.rollout.max_model_len data.max_prompt_length seq_len max_model_len "
+        "trainer.model.seq_len prompt_max_len",
+        "'engine.max_sequences'": "actor_rollout_ref.rollout.max_num_seqs micro_rollout_batch_size",
+        "'engine.kv_memory_mb'": "actor_rollout_ref.rollout.gpu_memory_utilization vllm_gpu_memory_utilization",
+        ROWS: "data.train_files data.val_files prompt_data eval_dataset",
+        COLUMNS: "data.prompt_key input_key label_key",
+        "'rollout.groups'": "data.train_batch_size rollout_batch_size",
+        "'data.order'": "data.shuffle",
+        REWARD: "custom_reward_function.path custom_reward_function.name",
+        "'algorithm.critic.lr'": "critic.optim.lr critic_learning_rate",
+        "'algorithm.advantage'": "algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo advantage_estimator",
+        KL_IN_REWARD: "algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef init_kl_coef",
+        DROP: "algorithm.filter_groups.enable dynamic_filtering",
+        "'steps'": "trainer.total_training_steps",
+        EPOCHS: "trainer.total_epochs num_episodes",
+        "'record.checkpoint_every'": "trainer.save_freq ckpt.interval",
+        "'record.checkpoints'": "trainer.max_actor_ckpt_to_keep ckpt.keep_last max_ckpt_num",
+        "'eval.every'": "trainer.test_freq orchestrator.eval.interval eval.interval",
+        "'record.sinks'": "trainer.logger",
+        "'record.project'": "trainer.project_name wandb.project wandb_project",
+        "'run_dir'": "trainer.experiment_name trainer.default_local_dir output_dir save_path",
+        "'max_lag'": "max_async_level async_level max_off_policy_steps async_train async_queue_size",
+        STEP_SIZE: "batch_size train_batch_size",
+        "'placement.sync.transport'": "weight_broadcast.type",
+        "'trainer.betas'": "adam_betas",
+        "'placement.engines'": "vllm_num_engines",
+        "'deterministic'": "full_determinism",
+        WANDB: "use_wandb",
+    }
+)
+"""Keys of verl, prime-rl and OpenRLHF."""
 
 ANYWHERE = dict.fromkeys(("epochs", "num_epochs", "total_epochs"), EPOCHS)
 
-ELSEWHERE = ANYWHERE | OPENRLHF | PRIME_RL | VERL | TRL
+ELSEWHERE = ANYWHERE | OTHERS | TRL
 
 _LORA = "LoRA and other adapters do not exist here yet: every weight of the model is trained"
 _SHARDS = (
@@ -217,7 +156,7 @@ _TABLES = {
     "verl": "actor_rollout_ref custom_reward_function reward_model global_profiler",
     "prime-rl": "orchestrator inference ckpt wandb sampling weight_broadcast",
 }
-NOT_YET = {name: said for said, names in _MISSING.items() for name in names.split()}
+NOT_YET = by_name(_MISSING)
 NOT_YET |= {
     f"{table}.*": f"a key of {project}'s that has no counterpart here; `tidemill settings` lists all there are"
     for project, tables in _TABLES.items()

@@ -24,7 +24,7 @@ from tidemill.run.storage.checkpoints import Checkpoints
 
 
 @dataclass(slots=True)
-class Standing:
+class ResumePoint:
     """The state from which the controller starts. A new run stands at the beginning."""
 
     step: int = 0
@@ -47,7 +47,7 @@ async def take_up(
     algorithm: Algorithm,
     note: Callable[[str], None],
     reached: Callable[[Version], Awaitable[None]],
-) -> Standing:
+) -> ResumePoint:
     """Bring the trainer to where the ledger says the run was, and return where that is.
 
     reached: awaited with each version on the way, while the trainer has its weights.
@@ -62,7 +62,7 @@ async def take_up(
             await reached(Version(step, incarnation))
             await _train_again(step, incarnation, ledger, trainer, algorithm)
     known = {version.key: version for version in ledger.versions()}
-    return Standing(begun, incarnation, ledger.next_group_id(), _left(ledger, known), known, saved=first)
+    return ResumePoint(begun, incarnation, ledger.next_group_id(), _left(ledger, known), known, saved=first)
 
 
 async def load_newest(ledger: SqliteLedger, checkpoints: Checkpoints, trainer: Trainer) -> Position:

@@ -39,7 +39,7 @@ from tidemill.observability.operator_profiler import LAST, merge
 from tidemill.observability.sinks import Callback, open_sinks
 from tidemill.observability.trace import Trace
 from tidemill.run.build_controller import build_controller, position, stop_on_signals
-from tidemill.run.cluster import Parts, start_parts
+from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.hub_names import fetched
 from tidemill.run.planner.plan import plan_of
 from tidemill.run.preflight.reward_code import tell_changes
@@ -100,7 +100,7 @@ class Session:
     ledger: SqliteLedger
     environment: Environment
     model: ModelFolder
-    parts: Parts
+    cluster: Cluster
     extras: tuple[TokenExtra, ...] = ()  # that the losses read
 
     def __init__(
@@ -187,22 +187,22 @@ class Session:
         """Warm up, unless this was done, and start trainer and engines with the weights that training begins with."""
         if self.weights is None:
             self.weights = await first_weights(self)
-        starting = start_parts(self.plan, self.weights.path, self.folder, self.placement, self.tell, self.extras)
-        self.parts = await self._processes.enter_async_context(starting)
+        starting = start_cluster(self.plan, self.weights.path, self.folder, self.placement, self.record_event, self.extras)
+        self.cluster = await self._processes.enter_async_context(starting)
 
     async def train(self) -> None:
         """Train from where the record stands to the end, or until the user stops the run."""
-        async with self.parts.watched():
-            controller = await build_controller(self, self.parts)
+        async with self.cluster.watched():
+            controller = await build_controller(self, self.cluster)
             now = partial(position, controller, self.config.steps)
-            async with stop_on_signals(self, controller.stop), reporting(self.folder.path, self.parts.handles, now):
+            async with stop_on_signals(self, controller.stop), reporting(self.folder.path, self.cluster.handles, now):
                 self.done = await controller.run()
 
     async def finish(self) -> RunEnded:
         """Write the trained model, end the processes, and write the report."""
         folder, config, complete = self.folder, self.config, self.done == self.config.steps
         if complete:
-            await folder.write_final(self.parts.trainer.export)
+            await folder.write_final(self.cluster.trainer.export)
         await self._processes.aclose()
         report = make_report(self, self._steps_before, time.monotonic() - self._began)
         if config.record.trace:
@@ -226,7 +226,7 @@ class Session:
         self.note(f"{cause}; going on by itself" + (f" in {pause:g} s" if pause else ""))
         await asyncio.sleep(pause)
 
-    def tell(self, kind: str, detail: dict[str, Any]) -> None:
+    def record_event(self, kind: str, detail: dict[str, Any]) -> None:
         """Record an event in the ledger and show it to the user."""
         self.ledger.event(kind, detail)
         self.note(worded(kind, detail).partition("\n")[0])

@@ -33,7 +33,7 @@ from tidemill.core.executors import in_thread
 from tidemill.core.types import Task
 from tidemill.ledger.records import Event
 from tidemill.run.build_controller import make_episodes
-from tidemill.run.cluster import Parts, start_parts
+from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.planner.plan import warm_up_plan
 from tidemill.run.recipe import RunConfig
 from tidemill.run.sft_warmup import WarmedUp, WarmUp
@@ -101,36 +101,36 @@ async def _warm_up(session: Session, own: Path, made: Path) -> WarmedUp:
     def tell(kind: str, detail: dict[str, Any]) -> None:
         note(f"{kind}: {detail}")
 
-    async with start_parts(plan, model.path, session.folder, session.placement, tell) as parts:
-        async with parts.watched():
+    async with start_cluster(plan, model.path, session.folder, session.placement, tell) as cluster:
+        async with cluster.watched():
             checkpoints = Checkpoints(own, _Unrecorded(), note)
 
             async def save(step: int) -> Coroutine[Any, Any, None]:
-                return await checkpoints.begin(parts.trainer, Position(step, 0, 0))
+                return await checkpoints.begin(cluster.trainer, Position(step, 0, 0))
 
             warmed = await WarmUp(
                 config.warmup,
                 session.environment.tasks("train"),
                 model.tokenizer,
-                parts.trainer,
-                PoolPublisher(parts.trainer, parts.pool),
-                Evaluator(parts.pool, make_episodes(config, session.environment, model), config.seed),
+                cluster.trainer,
+                PoolPublisher(cluster.trainer, cluster.pool),
+                Evaluator(cluster.pool, make_episodes(config, session.environment, model), config.seed),
                 config.seed,
                 note,
                 save=save if plan.saves_beside else None,
-                step=await _taken_up(checkpoints, parts, own, note),
+                step=await _taken_up(checkpoints, cluster, own, note),
             ).run()
-        await parts.trainer.export(str(made))
+        await cluster.trainer.export(str(made))
     return warmed
 
 
-async def _taken_up(checkpoints: Checkpoints, parts: Parts, own: Path, tell: Callable[[str], None]) -> int:
+async def _taken_up(checkpoints: Checkpoints, cluster: Cluster, own: Path, tell: Callable[[str], None]) -> int:
     """Load the newest checkpoint of this warm-up, and return its step; 0 if none can be used."""
     try:
         latest = await checkpoints.newest()
         if latest is None:
             return 0
-        await parts.trainer.load(str(latest[0] / "trainer"))
+        await cluster.trainer.load(str(latest[0] / "trainer"))
     except CheckpointError as error:
         tell(f"the warm-up begins anew: {error}")
         shutil.rmtree(own)

@@ -11,7 +11,7 @@ import pytest
 from cli.commands.conftest import ENVIRONMENT, RECIPE
 from typer.testing import CliRunner
 
-from tidemill.cli.commands import logged_warnings
+from tidemill.cli.commands import judging
 from tidemill.cli.commands.evaluate import interval
 from tidemill.cli.main import app
 from tidemill.ledger import SqliteLedger
@@ -96,7 +96,7 @@ def test_what_an_environment_raised_goes_to_a_log(troubled: Path, tmp_path: Path
     args, place = [troubled], troubled / "logs"
     if which != "run":
         place = tmp_path
-        monkeypatch.setattr(logged_warnings, "_writable", lambda _: False)
+        monkeypatch.setattr(judging, "_writable", lambda _: False)
     if which == "model":
         args = [troubled / "final", "--recipe", troubled.parent / "recipe.toml", f"env={troubled.parent / 'env.py'}:broken"]
     said = CliRunner().invoke(app, ["eval", *map(str, args)], catch_exceptions=False)
@@ -111,7 +111,7 @@ def test_what_an_environment_raised_goes_to_a_log(troubled: Path, tmp_path: Path
 
 def test_an_evaluation_without_trouble_leaves_no_log(tidemill, trained: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(logged_warnings, "_writable", lambda _: False)
+    monkeypatch.setattr(judging, "_writable", lambda _: False)
     assert tidemill("eval", trained, "--tasks", 2).code == 0 and list(tmp_path.iterdir()) == []
 
 

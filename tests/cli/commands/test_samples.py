@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tidemill.cli.commands.token_segments import Segment, segments
+from tidemill.cli.commands.conversation import Segment, segments
 from tidemill.core.types import Finish, Group, InfraError, Said, Task, Trajectory, Version
 from tidemill.ledger import SqliteLedger
 from tidemill.observability.safe_text import visible

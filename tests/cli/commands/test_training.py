@@ -13,7 +13,7 @@ import pytest
 import tidemill as package
 from tidemill.cli import main
 from tidemill.cli.commands import training
-from tidemill.cli.commands.run_ending import tell
+from tidemill.cli.commands.training import show_end
 from tidemill.controller.evaluation import errors_apart
 from tidemill.core.errors import PeerDied, TrainingDiverged
 from tidemill.ledger.records import EvalRecord
@@ -80,7 +80,7 @@ def test_what_could_not_be_judged_is_named_and_what_cannot_be_the_cause_is_not(t
     recipe, report = trained.parent / "recipe.toml", read_json(trained / "report.json")
     fell = {"before": 0.9, "after": 0.5, "n_before": 40, "n_after": 20, "errors": 3.3, "unjudged": 8}
     config = load_recipe([recipe], [f"run_dir={trained}", "env=guess", "max_lag=0"])
-    tell(config, recipe, RunEnded(3, True, report | {"unlearned": fell}), newcomer=False)
+    show_end(config, recipe, RunEnded(3, True, report | {"unlearned": fell}), newcomer=False)
     said = capsys.readouterr().out
     assert "from 0.900 to 0.500 on 40 and 20 tasks" in said and "8 of the 20 could not be judged" in said
     assert "look first at" in said and "max_lag" not in said
@@ -128,7 +128,7 @@ def test_figures_of_two_numbers_of_tasks_say_so(trained: Path, capsys):
     config = load_recipe([recipe], [f"run_dir={trained}", "env=guess"])
     figures = {"accuracy_before": 0.5, "accuracy_after": 0.75, "held_out": 8}
     for before, said in ((8, "0.500 → 0.750 on 8 tasks"), (1024, "0.500 on 1,024 tasks → 0.750 on 8 tasks")):
-        tell(config, recipe, RunEnded(3, True, report | figures | {"held_out_before": before}), newcomer=False)
+        show_end(config, recipe, RunEnded(3, True, report | figures | {"held_out_before": before}), newcomer=False)
         assert f"held-out accuracy {said}" in capsys.readouterr().out
 
 
@@ -153,7 +153,7 @@ def test_what_comes_next(tidemill, run: Path, trained: Path, monkeypatch: pytest
     samples = f"tidemill samples {run} --worst 3 --tokens"
     assert following(said) == [samples, f"tidemill eval {run}", f"tidemill serve {run}"]
     config = load_recipe([recipe], [f"run_dir={run}", "env=guess"])
-    tell(config, recipe, RunEnded(2, False, report), newcomer=False)
+    show_end(config, recipe, RunEnded(2, False, report), newcomer=False)
     assert following(capsys.readouterr().out) == [samples]  # there is no model yet
     monkeypatch.setattr(training, "DEMO", recipe)
     assert following(again(tidemill, run, trained))[-1] == "tidemill new mytask"
@@ -163,7 +163,7 @@ def test_the_result_stands_last_and_is_highlighted(trained: Path, monkeypatch: p
     recipe, report = trained.parent / "recipe.toml", read_json(trained / "report.json")
     config = load_recipe([recipe], [f"run_dir={trained}", "env=guess"])
     report |= {"accuracy_before": 0.5, "accuracy_after": 0.75, "held_out": 40, "held_out_before": 40}
-    tell(config, recipe, RunEnded(3, True, report), newcomer=False)
+    show_end(config, recipe, RunEnded(3, True, report), newcomer=False)
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in said[-3:]] == ["done", "model", "result"]
     assert said[-1] == "  result   held-out accuracy 0.500 → 0.750 on 40 tasks"
@@ -179,7 +179,9 @@ def test_the_result_stands_last_and_is_highlighted(trained: Path, monkeypatch: p
     ):
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "xterm")
-        tell(config, recipe, RunEnded(2, complete, report | {"unlearned": None, "unearned": None} | more), newcomer=False)
+        show_end(
+            config, recipe, RunEnded(2, complete, report | {"unlearned": None, "unearned": None} | more), newcomer=False
+        )
         assert f"\x1b[1;{colour}mheld-out accuracy" in capsys.readouterr().out
 
 

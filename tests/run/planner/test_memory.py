@@ -38,7 +38,7 @@ from tidemill.models.logprobs import chunk_rows, token_logprobs
 from tidemill.models.new_model import SIZES, ModelSize, fresh_model
 from tidemill.models.served_linear import Linear, gathering
 from tidemill.models.value_model import ValueModel
-from tidemill.run.cluster import start_parts
+from tidemill.run.cluster import start_cluster
 from tidemill.run.planner import memory_model
 from tidemill.run.planner import plan as plan_module
 from tidemill.run.planner.plan import plan_of
@@ -475,6 +475,6 @@ async def test_a_run_holds_what_it_will_use(tmp_path, monkeypatch, steps: int, e
     config = recipe(f"steps={steps}", f"record.checkpoint_every={every}", "max_lag=3")
     folder, placement = SimpleNamespace(weights=tmp_path, profile=tmp_path), SimpleNamespace(start=start)
     with pytest.raises(BaseExceptionGroup):
-        async with start_parts(plan_of(config), tmp_path, cast(Any, folder), cast(Any, placement), lambda *_: None):
+        async with start_cluster(plan_of(config), tmp_path, cast(Any, folder), cast(Any, placement), lambda *_: None):
             raise AssertionError("nothing was started")
     assert given["trainer"]["checkpoints"] is beside and given["engine"]["cached_versions"] == 4

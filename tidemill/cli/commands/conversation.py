@@ -3,16 +3,21 @@
 payload with messages      each message under its role, the policy's own under "policy"
 payload without (older)    its tokens, cut where their provenance changes, decoded
 no payload                 the task's prompt and the last reply, from the index
+
+A segment is a maximal stretch of tokens of one provenance, as recorded when they were made (I7): the prompt; tokens that the
+policy sampled, or that the task gave to be learnt; and tokens that the environment added later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
 
 from rich.text import Text
 
-from tidemill.cli.commands.token_segments import COLOURS, Row, Segment, segments
+from tidemill.cli.commands.screen import Row
 from tidemill.core.types import Said, Score, Trajectory
 from tidemill.ledger.records import SampleRow
 from tidemill.models.tokenizer import Tokenizer
@@ -20,7 +25,30 @@ from tidemill.observability.diagnosis.cuts import limit_of, named
 from tidemill.observability.safe_text import visible
 
 SHOWN = 600  # characters of a message
+MOST_LABEL = 12  # characters of a role, which an environment may name freely
 Decode = Callable[[], Tokenizer | None]
+Provenance = Literal["prompt", "sampled", "given", "environment"]
+COLOURS: dict[Provenance, str] = {"prompt": "cyan", "sampled": "green", "given": "blue", "environment": "magenta"}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens from `start` to `stop` of one provenance."""
+
+    provenance: Provenance
+    start: int
+    stop: int
+
+
+def segments(t: Trajectory) -> list[Segment]:
+    """The segments of a trajectory, in order."""
+    found, position, begun = [], 0, False
+    own: Provenance = "sampled" if t.given is None else "given"
+    for learnt, run in groupby(t.learnt.tolist()):
+        length = len(list(run))
+        found.append(Segment(own if learnt else "environment" if begun else "prompt", position, position + length))
+        position, begun = position + length, begun or learnt
+    return found
 
 
 def rows_of(row: SampleRow, payload: Trajectory | None, tokenizer: Decode) -> list[Row]:
@@ -28,7 +56,10 @@ def rows_of(row: SampleRow, payload: Trajectory | None, tokenizer: Decode) -> li
     if payload is not None and payload.said:
         rows = [_message_row(said) for said in payload.said]
     elif payload is not None and (found := tokenizer()) is not None:
-        rows = [_segment_row(each, _text(payload, each, found)) for each in segments(payload)]
+        rows: list[Row] = [
+            (Text(each.provenance, COLOURS[each.provenance]), _cut(text_of(payload, each, found)))
+            for each in segments(payload)
+        ]
     else:
         rows = [*_asked(row), (Text("reply", COLOURS["sampled"]), _cut(row.text))]
     return [*rows, *answer_row(row)]
@@ -61,14 +92,10 @@ def plain(payload: Trajectory | None, tokenizer: Decode) -> dict[str, Any]:
         said = [{"role": each.role, "content": each.text, "policy": each.policy} for each in payload.said]
     else:
         found = tokenizer()
-        said = (
-            None
-            if found is None
-            else [
-                {"role": each.provenance, "content": _text(payload, each, found), "policy": each.provenance == "sampled"}
-                for each in segments(payload)
-            ]
-        )
+        said = found and [
+            {"role": each.provenance, "content": text_of(payload, each, found), "policy": each.provenance == "sampled"}
+            for each in segments(payload)
+        ]
     return {
         "conversation": said,
         "reward_parts": outcome.parts if isinstance(outcome, Score) else None,
@@ -77,16 +104,9 @@ def plain(payload: Trajectory | None, tokenizer: Decode) -> dict[str, Any]:
     }
 
 
-def _segment_row(segment: Segment, text: str) -> Row:
-    return Text(segment.provenance, COLOURS[segment.provenance]), _cut(text)
-
-
 def _message_row(said: Said) -> Row:
     label, colour = ("policy", COLOURS["sampled"]) if said.policy else (visible(said.role), _colour(said.role))
     return Text(label[:MOST_LABEL], colour), _cut(said.text)
-
-
-MOST_LABEL = 12  # characters of a role, which an environment may name freely
 
 
 def _colour(role: str) -> str:
@@ -106,7 +126,8 @@ def _parts(score: Score) -> str:
     return f"{score.value:g}: {'; '.join([', '.join(parts), *turns] if parts else turns)}"
 
 
-def _text(payload: Trajectory, segment: Segment, tokenizer: Tokenizer) -> str:
+def text_of(payload: Trajectory, segment: Segment, tokenizer: Tokenizer) -> str:
+    """The text of a segment, special tokens included."""
     return tokenizer.decode(payload.tokens[segment.start : segment.stop].tolist(), skip_special_tokens=False)
 
 

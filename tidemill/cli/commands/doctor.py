@@ -20,7 +20,7 @@ from typing import Literal
 
 from rich.text import Text
 
-from tidemill.cli.commands.screen import console, own_name, print_json, print_rows
+from tidemill.cli.commands.screen import Row, console, own_name, print_json, print_rows
 from tidemill.core.hardware import memory_bytes, usable_cores
 
 GIB = 2**30
@@ -150,7 +150,7 @@ def torch_build() -> DoctorFinding:
 
 
 def _show(findings: list[DoctorFinding]) -> None:
-    rows: list[tuple[str | Text, str | Text]] = []
+    rows: list[Row] = []
     for each in findings:
         said = Text(each.found)
         if each.advice:

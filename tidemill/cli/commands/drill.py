@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.text import Text
 
 from tidemill.cli.chaos_test import FAULTS, Drill, Outcome
-from tidemill.cli.commands.screen import console, print_json, print_rows
+from tidemill.cli.commands.screen import Row, console, print_json, print_rows
 from tidemill.cli.process_lives import GROWN_S, JUDGED_S, Life
 from tidemill.core.errors import ConfigError
 from tidemill.run.recipe import load_recipe
@@ -61,7 +61,7 @@ def _show(run: Path, outcome: Outcome) -> None:
     back = [f.recovered_s for f in outcome.faults if f.recovered_s is not None]
     typical = f"; the next step ended {statistics.median(back):.1f} s later (median)" if back else ""
     share = outcome.rate / outcome.calm_rate if outcome.calm_rate else 0.0
-    rows: list[tuple[str | Text, str | Text]] = [
+    rows: list[Row] = [
         ("time", f"{outcome.seconds / 60:.1f} min, {outcome.calm_s / 60:.1f} of them undisturbed"),
         ("faults", f"{len(outcome.faults)}: {kinds}{typical}"),
         ("controller", f"started {outcome.starts} times, exit statuses {outcome.statuses}"),

@@ -6,18 +6,15 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.text import Text
 
-from tidemill.cli.commands.judging import in_its_workers, recipe_of, scoring_workers, with_sources
-from tidemill.cli.commands.logged_warnings import warnings_logged
-from tidemill.cli.commands.model_argument import is_run
-from tidemill.cli.commands.run_state import state_of
-from tidemill.cli.commands.screen import console, print_json, print_rows
+from tidemill.cli.commands.judging import in_its_workers, recipe_of, scoring_workers, with_sources, working
+from tidemill.cli.commands.run_state import is_run, state_of
+from tidemill.cli.commands.screen import Row, console, print_json, print_rows
 from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.evaluation import Evaluator, interval
 from tidemill.core.errors import ConfigError
@@ -67,9 +64,7 @@ def evaluate(
         raise ConfigError(
             f"nothing judges the tasks of {target}: give env.reward=..., or read held_out_given in its report.json"
         )
-    screen = console(stderr=True)
-    busy = screen.status(f"{subject.model}: greedy, {subject.tasks:,} held-out tasks ...")
-    with busy if screen.is_terminal and not as_json else nullcontext(), warnings_logged("eval", subject.logs):
+    with working("eval", f"{subject.model}: greedy, {subject.tasks:,} held-out tasks", as_json, subject.logs):
         done = asyncio.run(_run(subject))
     if as_json:
         figures = as_figures(done.results)
@@ -170,7 +165,7 @@ def _show(subject: Subject, done: Evaluated) -> None:
         accuracy.append(f"   {said}", "dim" if same else "bold yellow")
     failed = f["infra_errors"] + f["unscorable"]
     what = f"{f['infra_errors']:,} infrastructure errors, {f['unscorable']:,} unscorable"
-    rows: list[tuple[str | Text, str | Text]] = [
+    rows: list[Row] = [
         ("tasks", f"{f['n']:,} held-out, greedy, in {done.seconds:.1f} s"),
         ("accuracy", accuracy),
         ("reward", f"{f['reward']:.4f}"),
@@ -183,6 +178,6 @@ def _show(subject: Subject, done: Evaluated) -> None:
     print_rows(screen, rows)
 
 
-def _by_environment(figures: Mapping[str, Any]) -> list[tuple[str | Text, str | Text]]:
+def _by_environment(figures: Mapping[str, Any]) -> list[Row]:
     names = [key.removesuffix("/accuracy") for key in figures if key.endswith("/accuracy")]
     return [(name, f"{figures[f'{name}/accuracy']:.4f} of {int(figures[f'{name}/n']):,}") for name in names]

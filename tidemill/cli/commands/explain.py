@@ -15,12 +15,20 @@ from tidemill.algorithms.losses import loss_by_name
 from tidemill.algorithms.presets import NOTES
 from tidemill.cli.algorithm_reference import number
 from tidemill.cli.commands.algorithm_in_force import differing, p_hat, parts_of
-from tidemill.cli.commands.offline_tasks import task_rows, tasks_of
-from tidemill.cli.commands.plan_sections import Row, figures, sections, show
-from tidemill.cli.commands.screen import print_json
+from tidemill.cli.commands.plan_sections import figures, sections, show
+from tidemill.cli.commands.screen import Row, print_json
 from tidemill.core.errors import ConfigError
+from tidemill.envs.curriculum import EXPLORE, REST
+from tidemill.envs.environment_settings import environments_of
 from tidemill.run.hub_names import fetched
 from tidemill.run.recipe import RunConfig, load_recipe
+
+ORDERS = {
+    "shuffled": "every task once a round, each round in another order",
+    "frontier": "nearest to a pass rate of one half first, of those that are passed sometimes",
+    "easy_first": "the highest pass rate first, of those that are not retired",
+    "mixed": "half nearest to a pass rate of one half, half shuffled",
+}
 
 
 def explain(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
@@ -42,7 +50,7 @@ def explained(config: RunConfig) -> dict[str, Any]:
         about = {name: _explained(each, config.rollout.max_tokens) for name, each in config.algorithms.items()}
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return {**next(iter(about.values())), "tasks": tasks_of(config, about), **figures(config)}
+    return {**next(iter(about.values())), "tasks": _tasks_of(config, about), **figures(config)}
 
 
 def _explained(given: AlgorithmSettings, max_tokens: int) -> dict[str, Any]:
@@ -61,7 +69,47 @@ def _show(recipe: Path, config: RunConfig, about: Mapping[str, Any]) -> None:
     step, run, (title, memory) = sections(config, about)
     if about["memory"] is not None and (refused := about["memory"]["refused"]):
         memory = [*memory, ("would be refused", Text(refused, "bold red"))]
-    show([("tasks", task_rows(about["tasks"])), *algorithms, step, run, (title, memory)], about["memory"])
+    show([("tasks", _task_rows(about["tasks"])), *algorithms, step, run, (title, memory)], about["memory"])
+
+
+def _tasks_of(config: RunConfig, algorithms: Mapping[str, Any]) -> dict[str, Any]:
+    """Order, retirement and environments as plain data. algorithms: descriptions by environment."""
+    environments, data = environments_of(config.env), config.data
+    total = sum(each.weight for each in environments)
+    named = [
+        {
+            "name": each.name,
+            "kind": each.kind,
+            "share": each.weight / total,
+            "algorithm": (each.own_algorithm or config.algorithm).name,
+        }
+        for each in environments
+    ]
+    return {
+        "order": data.order,
+        "shuffled_share": 1 / EXPLORE[data.order],
+        "retire": data.retire,
+        "environments": named,
+        "algorithms": dict(algorithms),
+    }
+
+
+def _task_rows(about: Mapping[str, Any]) -> list[Row]:
+    order, share = about["order"], about["shuffled_share"]
+    more = ""
+    if share < 1:
+        rests = f"a task rests while groups for 1/{REST} of the known ones are given"
+        more = f"; one turn of {1 / share:.0f} is shuffled, and {rests}"
+    retired = "off: every task comes again"
+    if about["retire"]:
+        retired = f"a task of which a whole group was passed at {about['retire']:g} or more does not come again"
+    rows: list[Row] = [("order", f"{order}: {ORDERS[order]}{more}"), ("retirement", retired)]
+    if len(about["environments"]) > 1:
+        rows += [
+            (each["name"], f"{100 * each['share']:.1f} % of the groups, {each['kind']}, {each['algorithm']}")
+            for each in about["environments"]
+        ]
+    return rows
 
 
 def _titled(recipe: Path, environment: str, algorithms: int) -> str:

@@ -1,20 +1,55 @@
-"""The environment of a run or a recipe, with its scoring workers, for commands that judge."""
+"""What commands that judge share: recipe, environment, scoring workers, and a log of warnings."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from pathlib import Path
 
+from tidemill.cli.commands.screen import console
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Environment
 from tidemill.envs.environment_settings import AnyEnv, PythonSettings, environments_of
 from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.reward_workers.reward_pool import RewardPool
+from tidemill.observability.safe_text import visible
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.recipe_files import found
 from tidemill.run.roles import budget_of
 from tidemill.run.storage.run_folder import RunFolder
+from tidemill.runtime.process_logs import warnings_to
+
+
+@contextmanager
+def working(command: str, text: str, as_json: bool, logs: Path | None = None) -> Iterator[None]:
+    """Show `text` on a terminal while the body runs. Tracebacks of warnings go to a file in `logs`.
+
+    If that is not writable they go to a temporary folder. Standard error names the file.
+    """
+    own = logs is None or not _writable(logs)
+    place = Path(tempfile.mkdtemp(prefix=f"tidemill-{command}-")) if own or logs is None else logs
+    screen = console(stderr=True)
+    try:
+        with (
+            screen.status(f"{text} ...") if screen.is_terminal and not as_json else nullcontext(),
+            warnings_to(place / f"{command}-warnings.log", _tell),
+        ):
+            yield
+    finally:
+        if own:
+            with suppress(OSError):  # not empty: it holds a log
+                place.rmdir()
+
+
+def _writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK)
+
+
+def _tell(path: Path) -> None:
+    print(visible(f"an attempt failed in its environment's code: the tracebacks go to {path}"), file=sys.stderr, flush=True)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.cli.commands.screen import console, print_json, print_rows
+from tidemill.cli.commands.screen import Row, console, print_json, print_rows
 from tidemill.core.types import Version
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Counts, EvalRecord, Event, StepRecord
@@ -37,7 +37,7 @@ def _show(screen: Console, run: Path, counts: Counts, record: SqliteLedger, ever
     evaluations, events = record.evaluations(), record.events()
     undone = set(record.undone_steps())
     few, latest = (evaluations, events) if every else (_few(evaluations), events[-LATEST:])
-    rows: list[tuple[str | Text, str | Text]] = [
+    rows: list[Row] = [
         ("groups", _sum(counts)),
         ("", _verdict(counts)),
         ("steps", _steps([s for s in record.steps(live=False) if (s.step, s.incarnation) not in undone])),

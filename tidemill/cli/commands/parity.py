@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli.backend_parity import ParityReport, check
-from tidemill.cli.commands.model_argument import is_run, model_of
+from tidemill.cli.commands.run_state import is_run, model_of
 from tidemill.cli.logprob_audit import Replay, VersionReplay, replay
 from tidemill.observability.diagnosis.mismatch import EXACT, SAME, LogprobComparison
 from tidemill.run.storage.run_folder import RunFolder

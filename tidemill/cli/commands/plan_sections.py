@@ -15,7 +15,7 @@ from rich.text import Text
 from tidemill.algorithms.mixture import algorithm_of
 from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.cli.commands import sizing
-from tidemill.cli.commands.screen import INDENT, console, print_rows
+from tidemill.cli.commands.screen import INDENT, Row, console, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import shown
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
@@ -30,7 +30,6 @@ PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))
 MEMORY = "memory, an estimate"
 ABOVE = ("model", "context")  # rows that stand above the memory table
 MOST_PARTS = 2  # parts of a process's memory that are named
-Row = tuple[str | Text, str | Text]
 Section = tuple[str, list[Row]]
 
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from rich.text import Text
 
-from tidemill.cli.commands.judging import in_its_workers, recipe_of, scoring_workers, with_sources
-from tidemill.cli.commands.logged_warnings import warnings_logged
+from tidemill.cli.commands.judging import in_its_workers, recipe_of, scoring_workers, with_sources, working
 from tidemill.cli.commands.samples import judged_text
-from tidemill.cli.commands.screen import console, print_json, print_rows
-from tidemill.cli.commands.token_segments import Row
+from tidemill.cli.commands.screen import Row, console, print_json, print_rows
 from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.errors import ConfigError, PayloadLost
 from tidemill.core.interfaces import Environment
@@ -64,11 +62,8 @@ def rejudge(run: Path, reward: str | None, overrides: Sequence[str], as_json: bo
         if not config.judged or config.offline:
             raise ConfigError(f"{run} has no reward: name the one that is to judge, with --reward FILE.py:FUNCTION")
         config = fetched(with_sources(config, folder).model_copy(update={"model": "new:0.1m"}), run)  # no model is needed
-    screen = console(stderr=True)
-    busy = screen.status(f"{run}: judging its attempts again ...")
     with (
-        busy if screen.is_terminal and not as_json else nullcontext(),
-        warnings_logged("rejudge", folder.logs),
+        working("rejudge", f"{run}: judging its attempts again", as_json, folder.logs),
         SqliteLedger(run, mode="open", durability="process") as ledger,
     ):
         found = asyncio.run(_judge_all(ledger, config, reward))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.cli.commands.judging import in_its_workers, scoring_workers
-from tidemill.cli.commands.logged_warnings import warnings_logged
+from tidemill.cli.commands.judging import in_its_workers, scoring_workers, working
 from tidemill.cli.commands.screen import console, print_json, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.envs.build_environment import make_environment
@@ -42,9 +40,7 @@ def test(recipe: Path, answers: Path | None, overrides: Sequence[str], as_json: 
         raise ConfigError(f"{recipe} has no reward to test: name one in env.reward")
     own = read_answers(answers) if answers else []
     config = fetched(config.model_copy(update={"model": "new:0.1m"}))  # no model is needed
-    screen = console(stderr=True)
-    busy = screen.status(f"{recipe}: scoring replies whose worth is known ...")
-    with busy if screen.is_terminal and not as_json else nullcontext(), warnings_logged("reward-test"):
+    with working("reward-test", f"{recipe}: scoring replies whose worth is known", as_json):
         found = asyncio.run(_checks(config, own))
     if as_json:
         print_json(asdict(found[0]) if len(found) == 1 else {"environments": [asdict(each) for each in found]})

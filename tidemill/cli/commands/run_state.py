@@ -1,14 +1,16 @@
-"""The state of a run (running, stuck, complete, stopped, failed, killed) and a remedy."""
+"""The model or run that a command names, and the state of a run with a remedy."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tidemill.core.errors import ConfigError
+from tidemill.core.hub import fetch, is_name
 from tidemill.ledger.lock import holder
 from tidemill.run.status_file import EVERY_S, FAILURE, STATUS
 from tidemill.run.storage.run_files import Failure, Recipe, Status, expect
@@ -21,7 +23,7 @@ LATE_S = 5 * EVERY_S  # a status older than this comes from a controller that do
 class State:
     """A run's state, with its last status, its failure and its report, or None for each."""
 
-    name: str
+    name: str  # running, stuck, complete, stopped, failed or killed
     pid: int | None
     status: dict[str, Any] | None
     failure: dict[str, Any] | None
@@ -42,6 +44,31 @@ class State:
             case "failed":
                 return f"it ended by an error, which `tidemill why` shows; once that is mended, {went}"
         return f"it was killed and does not run any more; {went}"
+
+
+def model_of(path: Path) -> Path:
+    """The folder of a model: given itself, by its hub name, or as a run's `final/`.
+
+    Raises ConfigError if there is none.
+    """
+    if is_name(str(path)):
+        return fetch(str(path), "model")
+    if not path.is_dir():
+        raise ConfigError(f"{str(path)!r} is not a folder: give a Hugging Face model folder, or a run's")
+    if not is_run(path):
+        return path
+    final = RunFolder(path).final
+    if not final.is_dir():
+        now = state_of(RunFolder.existing(path)).what_to_do()
+        raise ConfigError(
+            f"run {str(path)!r} has no final/, which is written after its last step: {now}; or give a model folder"
+        )
+    return final
+
+
+def is_run(path: Path) -> bool:
+    """True for the folder of a run."""
+    return (path / "ledger.sqlite").is_file()
 
 
 def state_of(folder: RunFolder) -> State:

@@ -17,10 +17,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.cli.commands.conversation import answer_row, facts_of, plain, rows_of
+from tidemill.cli.commands.conversation import COLOURS, Segment, answer_row, facts_of, plain, rows_of, segments, text_of
 from tidemill.cli.commands.run_state import state_of
-from tidemill.cli.commands.screen import INDENT, console, print_json, print_rows
-from tidemill.cli.commands.token_segments import COLOURS, Row, Segment, segments
+from tidemill.cli.commands.screen import INDENT, Row, console, print_json, print_rows
 from tidemill.core.errors import ConfigError, PayloadLost
 from tidemill.core.types import Finish, Trajectory
 from tidemill.ledger.ledger import SqliteLedger
@@ -177,8 +176,7 @@ def _token_rows(t: Trajectory, tokenizer: Tokenizer, screen: Console) -> list[Ro
         if segment.provenance == "sampled":
             content = _cells(t, segment, tokenizer, width, colour)
         else:
-            given = tokenizer.decode(t.tokens[segment.start : segment.stop].tolist(), skip_special_tokens=False)
-            content = Text(visible(given), colour)
+            content = Text(visible(text_of(t, segment, tokenizer)), colour)
         rows.append((Text(segment.provenance, colour), content))
     return rows
 

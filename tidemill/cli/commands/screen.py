@@ -21,6 +21,7 @@ PIPE_WIDTH = 120
 INDENT = 2
 WHOLE = "next"  # label of commands, which users copy
 _AS_IS: dict[str, Any] = {"overflow": "ignore", "no_wrap": True, "crop": False}
+Row = tuple[str | Text, str | Text]  # label, text
 MIN_COLUMN = 20  # narrowest column on a terminal that is too narrow
 
 
@@ -45,7 +46,7 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, allow_nan=False))
 
 
-def print_rows(screen: Console, rows: Sequence[tuple[str | Text, str | Text]]) -> None:
+def print_rows(screen: Console, rows: Sequence[Row]) -> None:
     """Print rows of (label, text), indented. The text wraps within its own column."""
     labels = [Text(label, "dim") if isinstance(label, str) else label for label, _ in rows]
     edge = INDENT + max((label.cell_len for label in labels), default=0) + INDENT

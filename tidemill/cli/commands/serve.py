@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-from tidemill.cli.commands.model_argument import model_of
+from tidemill.cli.commands.run_state import model_of
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import shown

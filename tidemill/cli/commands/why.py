@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from tidemill.cli.commands.run_state import state_of
-from tidemill.cli.commands.screen import console, print_json, print_rows
+from tidemill.cli.commands.screen import Row, console, print_json, print_rows
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.observability.events import worded
 from tidemill.observability.safe_text import visible
@@ -45,7 +45,7 @@ def standing(folder: RunFolder) -> dict[str, Any]:
 def _show(run: Path, about: dict[str, Any]) -> None:
     screen, status = console(), about["status"]
     live = about["state"] in ("running", "stuck")
-    rows: list[tuple[str | Text, str | Text]] = [("state", Text(_state(about), "green" if live else "bold"))]
+    rows: list[Row] = [("state", Text(_state(about), "green" if live else "bold"))]
     if (failure := about["failure"]) is not None:
         first, *rest = failure["message"].splitlines() or [failure["kind"]]
         rows.append(("first cause", Text(visible(first), "bold red")))
