@@ -8,7 +8,7 @@ import pytest
 
 from tidemill.core.config import build
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.run.preflight.reward_code import judging_code, tell_changes
+from tidemill.run.preflight.start_checks import judging_code, note_changed_code
 from tidemill.run.recipe import RunConfig
 
 
@@ -31,12 +31,12 @@ def test_a_changed_file_is_told_of_once(kind: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     ledger = SqliteLedger(tmp_path / "run")
     try:
-        tell_changes(config.env, ledger, said.append)
-        tell_changes(config.env, ledger, said.append)
+        note_changed_code(config.env, ledger, said.append)
+        note_changed_code(config.env, ledger, said.append)
         assert not said and str(files[0]) in judging_code(config.env)
         files[0].write_text("def score(completion):\n    return 0.0\n")
         for _ in range(2):
-            tell_changes(config.env, ledger, said.append)
+            note_changed_code(config.env, ledger, said.append)
         assert len(said) == 1 and str(files[0]) in said[0] and str(files[1]) not in said[0]
         (event,) = ledger.events("judging_code_changed")
         assert event.detail == {"files": [str(files[0])]}

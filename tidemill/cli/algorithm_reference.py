@@ -1,10 +1,8 @@
-"""Algorithm reference: formula, source, use and cost of each function, read from its docstring.
+"""Algorithm reference, read from the docstring of each function.
 
-    docstring -> Entry(formula, source, when, cost), and the constants of the signature
-
-There is no second list that could differ, and no torch. A docstring is the formula and its explanation, then lines that
-begin with `Source:`, `When:` and `Cost:`. A docstring that lacks a part is an error. `tidemill explain` shows entries, and
-`docs/algorithms.md` has all of them in tables.
+A docstring is the formula and its explanation, then lines that begin with `Source:`, `When:` and `Cost:`. One that lacks a
+part is an error. `tidemill explain` shows entries, and `docs/algorithms.md` has all of them in tables. There is no torch
+here.
 """
 
 from __future__ import annotations
@@ -58,10 +56,7 @@ def entries() -> list[Entry]:
 
 
 def entry(kind: str, name: str) -> Entry:
-    """An entry of `entries()`, or one made of a user's own function, FILE.py:function.
-
-    A user's docstring may lack parts; they are then empty.
-    """
+    """An entry of `entries()`, or one of FILE.py:function, whose parts may be empty."""
     if ".py:" not in name:
         return next(each for each in entries() if (each.kind, each.name) == (kind, name))
     function = load_object(name)

@@ -1,10 +1,7 @@
-"""Compares the logprobs that engine, trainer and `transformers` compute for one model.
+"""Comparison of the logprobs of engine, trainer and `transformers` for one model.
 
-    prompts -> engine, through each of its paths -> sampled tokens and their logprobs
-    the same rows -> trainer, transformers -> logprobs of the same tokens, at the same temperature -> differences
-
-A path counts only with evidence that it was taken: prompts found in the prefix cache, sequences that were preempted.
-Everything is computed in float32 on the CPU; the engine in bfloat16 is reported beside it, without a verdict.
+A path through the engine counts only with evidence that it was taken: prompts found in the prefix cache, sequences that were
+preempted. Everything is computed in float32 on the CPU; the engine in bfloat16 is reported beside it, without a verdict.
 """
 
 from __future__ import annotations

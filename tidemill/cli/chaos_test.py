@@ -1,9 +1,6 @@
 """Chaos test: kills, freezes and starves a run's parts, then counts what was lost.
 
-    train in a process of its own -> (a calm while -> every so often one fault at one part, chosen by a seed) ... -> count
-
-kill      SIGKILL to an engine, the trainer, a reward or environment worker, the fork server; to the controller, which is
-          then started again
+kill      SIGKILL to an engine, the trainer, a worker, the fork server, or the controller, which is then started again
 freeze    SIGSTOP until the run has noticed by itself and killed it; the controller continues after some seconds
 starve    stopped nine tenths of the time for some seconds: slow, which must not be taken for dead
 disk      the controller is killed, and the first checkpoint after that finds the disk full (`core.fault_injection`)
@@ -34,7 +31,7 @@ from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.recipe import RunConfig
 from tidemill.run.status_file import STATUS
-from tidemill.run.storage.run_folder import read_json
+from tidemill.run.storage.run_files import read_json
 from tidemill.runtime.local import MODULE
 from tidemill.runtime.workers.guard import KEEPER
 

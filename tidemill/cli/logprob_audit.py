@@ -1,11 +1,8 @@
-"""Compares a run's recorded logprobs with the weights that it left on disk.
+"""Comparison of a run's recorded logprobs with the weights that it left on disk.
 
-    initial/, checkpoints/, final/ -> fingerprint -> the versions they are;  ledger -> trajectories that one of them sampled
-    -> trainer's logprobs of them, engine's scores of them -> differences from the record -> the class of each
-
-`tidemill parity` on a run shows it. Only trajectories of a single version are replayed: under `keep`, a token of a later
-version was computed with KV of an earlier one. A folder holds a version if its weights, in the serving dtype, have that
-version's fingerprint, whatever its name.
+Only trajectories of a single version are replayed: under `keep`, a token of a later version was computed with KV of an
+earlier one. A folder holds a version if its weights, in the serving dtype, have that version's fingerprint, whatever its
+name.
 """
 
 from __future__ import annotations
@@ -226,10 +223,7 @@ class _Replayer:
         return result
 
     def _off(self, rows: Sequence[AuditRow], result: VersionReplay) -> list[AuditRow]:
-        """The rows that differ.
-
-        A short row may differ by chance in low precision, unless all of them together do.
-        """
+        """The rows that differ. A short one may by chance, unless all together do."""
         together = result.trainer.ok and result.engine.ok
         slack = 4.0 if together and plan_of(self._config).coarsest != "float32" else 1.0
         limit = Limit(self._limit.mean * slack, self._limit.p99 * slack)
@@ -295,10 +289,7 @@ class _Replayer:
 
 
 def fit_temperature(logits: Array, targets: Array, recorded: Array) -> float:
-    """The temperature at which the logprobs of `targets` are nearest to the `recorded` ones.
-
-    logits: [n, V]; targets, recorded: [n].
-    """
+    """The temperature at which logits [n, V] best fit recorded logprobs [n]."""
 
     def distance(temperature: float) -> float:
         return float(np.abs(_at(logits, targets, temperature) - recorded).mean())

@@ -1,7 +1,4 @@
-"""The command line: every command with its arguments.
-
-Nothing heavy is imported here: a command's module is imported when it is called.
-"""
+"""The command line. A command's module is imported when it is called, for speed."""
 
 from __future__ import annotations
 
@@ -297,10 +294,7 @@ def _say_renamed_keys_in_one_line() -> None:
 
 
 def main() -> None:
-    """Run the command line, and exit with its status.
-
-    Mistakes of the user and failures of the world are one sentence and a non-zero status; bugs are tracebacks.
-    """
+    """Run the command line. Any failure but a bug is one sentence and a status."""
     from tidemill.cli.commands.safe_output import guard
     from tidemill.core.errors import ConfigError, TidemillError
 

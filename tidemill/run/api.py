@@ -1,14 +1,8 @@
 """The Python interface: `tidemill.train` starts a run from a script or a notebook.
 
-    def score(completion: str, answer: str) -> float:
-        return float(completion.strip() == answer)
-
-    tasks = [{"prompt": "2 + 2 =", "answer": "4"}, ...]      # or a datasets.Dataset
-    run = tidemill.train(env=score, tasks=tasks, model="path/to/model", run_dir="runs/sums")
-    run                                                      # its results in a few lines
-    run.report["accuracy_after"]
-
-`run.final` is the trained model's Hugging Face folder. Keyword arguments set any key of a recipe.
+run = tidemill.train(env=score, tasks=[{"prompt": "2 + 2 =", "answer": "4"}], model="path/to/model", run_dir="runs/sums")
+run                                                      # its results in a few lines
+run.report["accuracy_after"]
 """
 
 from __future__ import annotations

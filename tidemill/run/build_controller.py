@@ -1,7 +1,4 @@
-"""Builds the controller of a session, at the place where the run stands.
-
-resume point (see `resume`, `deterministic_resume`) + pool, roller, trainer, ledger, algorithm, hooks -> Controller
-"""
+"""Construction of a session's controller, at the point where the run stands."""
 
 from __future__ import annotations
 
@@ -163,8 +160,8 @@ def _buffer(plan: RunPlan, point: ResumePoint) -> Buffer:
 def _evaluation(session: Session, evaluator: Evaluator, held_out: HeldOut | None) -> Evaluation:
     """The evaluation of a published version.
 
-    Environments with a reward are attempted greedily by the engines. For offline replies the trainer computes metrics: it
-    has the weights of the version, because they do not move before its publication has ended.
+    Engines attempt tasks with a reward greedily. The trainer computes metrics of offline replies: its weights do not move
+    before the publication has ended.
     """
     config = session.config
 
@@ -209,7 +206,7 @@ def _hooks(session: Session, cluster: Cluster, checkpoints: Checkpoints, evaluat
 
 @asynccontextmanager
 async def stop_on_signals(session: Session, stop: Callable[[], None]) -> AsyncIterator[None]:
-    """Stop the run on Ctrl-C or SIGTERM: first after its step, with a checkpoint; then at once.
+    """Stop the run on Ctrl-C or SIGTERM: first after its step, then at once.
 
     A signal that came before the trainer was lost still counts.
     """

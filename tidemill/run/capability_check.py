@@ -1,10 +1,4 @@
-"""Checks engines' capabilities against the recipe: refuses them, or adapts and says so.
-
-check_engine(kind, can, config, role)   raises ConfigError for what the recipe needs and the engine lacks; returns a
-                                        sentence for each thing that the run adapts to
-check_context(name, can, before, ...)   the same for an engine that joins with less context than the run had so far
-adapted(engine, can)                    the engine, with what the adaptation changes about its completions
-"""
+"""Check of engines' capabilities against the recipe: refusal, or adaptation."""
 
 from __future__ import annotations
 
@@ -119,7 +113,7 @@ def adapted(engine: Engine, can: Capabilities) -> Engine:
 
 
 class StampedEngine:
-    """An engine without token versions: completions get the version served at their request.
+    """An engine whose completions get the version that was served at their request.
 
     A commit may come while it samples, so this is the oldest version that a token may be of.
     """

@@ -1,16 +1,11 @@
-"""Resumes a deterministic run: repeats the recorded steps to the last bit.
+"""Resume of a deterministic run: repeats the recorded steps to the last bit.
 
-    admit, roll out, drop, begin a step: recorded already -> compared with the record, its trajectories taken from it
-                                         not recorded yet -> done, and recorded
+From its newest checkpoint the same loop runs again. What the ledger holds is compared with what happens, and its
+trajectories are taken; a difference is an error. The version that samples a group follows from the group alone, because a
+version is published only after everything that the one before it is to sample has been recorded (`Buffer.settled`).
 
-The run repeats, from its newest checkpoint, the steps that the ledger holds, so one loop serves the first attempt and every
-later one. A difference from the record is an error: the run was not deterministic after all. The version that samples a
-group follows from the group alone, because a version is published only after everything that the one before it is to sample
-has been recorded (`Buffer.settled`). A checkpoint is taken then, too.
-
-An unreadable group is sampled again by the version that sampled it, and so with the same bits, which is checked against its
-row. For a group from before the checkpoint that version is gone: then the run resumes like any other (`resume`), and says
-so.
+An unreadable group is sampled again by the version that sampled it, with the same bits, which is checked. For a group from
+before the checkpoint that version is gone: then the run resumes like any other (`resume`), and says so.
 """
 
 from __future__ import annotations
@@ -30,8 +25,7 @@ async def take_up_exactly(
 ) -> ResumePoint | None:
     """Bring the trainer to the newest checkpoint, and return where the run stands.
 
-    Returns None if the steps since cannot be repeated to the last bit, which is noted and recorded. Raises ConfigError for a
-    checkpoint of more steps than the ledger knows.
+    Returns None, noted and recorded, if the steps since cannot be repeated to the last bit. Raises as `load_newest`.
     """
     begun, position = ledger.next_step(), await load_newest(ledger, checkpoints, trainer)
     # a power cut may have taken the last admissions: they are repeated, and sampled from the version to come, as then

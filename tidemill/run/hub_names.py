@@ -10,7 +10,7 @@ from tidemill.core.atomic_files import write_json
 from tidemill.core.hub import Kind, fetch, is_name
 from tidemill.envs.environment_settings import AnyEnv, PythonSettings, RowsSettings
 from tidemill.run.recipe import RunConfig
-from tidemill.run.storage.run_folder import read_json
+from tidemill.run.storage.run_files import read_json
 
 RECORD = "hub.json"  # in a run's folder: KIND NAME -> commit
 
@@ -18,10 +18,10 @@ RECORD = "hub.json"  # in a run's folder: KIND NAME -> commit
 def fetched(
     config: RunConfig, run: Path | None = None, note: Callable[[str], None] | None = None, *, data: bool = True
 ) -> RunConfig:
-    """The recipe with a folder for every hub name. Raises ConfigError for one that cannot be fetched.
+    """The recipe with a folder for every hub name. Raises ConfigError.
 
-    run: a run's folder, whose recorded commits are used, and which records new ones. data: fetch the data, too; if False
-    only the model without its weights is fetched, for callers that read no tasks and train nothing.
+    run: a run's folder, whose recorded commits are used, and which records new ones. data: if False, only the model without
+    its weights is fetched.
     """
     record = run / RECORD if run is not None else None
     known: dict[str, Any] = read_json(record) if record is not None and record.is_file() else {}

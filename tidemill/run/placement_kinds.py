@@ -1,7 +1,6 @@
 """Registry of placement kinds, with the settings and inputs that all kinds share.
 
-A new placement is one module with a subclass of `BasePlacementSettings` and a function `(settings, PlacementSetup) ->
-Placement`, and one entry in the table.
+A kind is a subclass of `BasePlacementSettings`, a builder `(settings, PlacementSetup) -> Placement`, and one entry here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """A recipe: everything that one run is, in one typed tree.
 
-Each table is the settings class of the component it names. `load_recipe(files, overrides)` reads TOML files and
-`key.sub=value` overrides; `RunConfig` is written, resolved, to the run folder. No torch here: the command line reads
-recipes long before anything is computed.
+Each table is the settings class of the component it names. There is no torch here: the command line reads recipes first.
 """
 
 from __future__ import annotations
@@ -267,8 +265,7 @@ def _as_offline(tree: dict[str, Any]) -> dict[str, Any]:
 def load_recipe(files: Sequence[str | Path], overrides: Iterable[str] = (), base: dict[str, Any] | None = None) -> RunConfig:
     """Build the recipe from `base`, then the files, then the overrides; later wins.
 
-    Unless one of them says otherwise, run_dir is runs/FILE. A file that they name is looked for in the current folder first,
-    then beside the recipe. Raises ConfigError.
+    run_dir is runs/FILE by default. Files that they name may lie beside the recipe. Raises ConfigError.
     """
     named = {"run_dir": f"runs/{Path(files[0]).stem}"} if files else {}
     return found(load(RunConfig, files, overrides, named | (base or {})), [Path(each).parent for each in files])

@@ -1,8 +1,4 @@
-"""Finds the files that a recipe names: in the current folder, or beside the recipe.
-
-FILE.py:NAME and data files of `env` and `algorithm` -> `found` (where they are), or `absolute` (for the record of a run,
-which finds them wherever it is resumed from)
-"""
+"""Lookup of the files that a recipe names: in this folder, or beside the recipe."""
 
 from __future__ import annotations
 
@@ -20,9 +16,9 @@ DATA = ("data", "eval_data")  # keys of an environment of rows
 
 
 def found(config: S, folders: Sequence[Path]) -> S:
-    """The recipe with the places of files that lie not in the current folder but in `folders`.
+    """The recipe with the places of files that lie in `folders`, not in this one.
 
-    Raises ConfigError, with all the folders that were tried, where FILE.py of FILE.py:NAME is in none of them.
+    Raises ConfigError where FILE.py of FILE.py:NAME is in none of them.
     """
     tree = dump(config)
     placed = _each(tree, lambda place, code: _look(place, folders, code))

@@ -1,10 +1,7 @@
 """Replay buffer: picks groups of recent steps that are worth training once more.
 
-    ledger (each step's groups, their rewards, their replays so far) -> choose(step) -> groups
-
-A group is worth the standard deviation of its rewards: if all attempts earn the same there is nothing to compare. The choice
-is a function of the record alone, so a resume needs nothing else. Replayed groups are outside the bound on staleness, on
-purpose: they may be `within` steps older. Their logprobs are those of the policy that sampled them, so ratios and
+A group is worth the standard deviation of its rewards. The choice is a function of the record alone, so a resume needs
+nothing else. Replayed groups are outside the bound on staleness, on purpose: they may be `within` steps older. Ratios and
 corrections account for their age. A group whose payload cannot be read any more is passed over, which is recorded.
 """
 

@@ -27,8 +27,7 @@ CLEARLY = 2.0  # standard errors beyond which a fall of held-out accuracy is not
 def make_report(session: Session, before: int, wall_s: float) -> dict[str, Any]:
     """Build the report of a session that trained, as JSON data.
 
-    before: steps that earlier processes began. wall_s: seconds of this process, including the warm-up and the start of the
-    parts. Counts of groups are the whole run's, from the ledger.
+    before: steps that earlier processes began. wall_s: seconds of this process. Groups are counted over the whole run.
     """
     totals, ledger, config = session.monitor.totals, session.ledger, session.config
     start = session.weights

@@ -1,10 +1,8 @@
-"""Resumes a run from its newest checkpoint and its ledger.
+"""Resume of a run from its newest checkpoint and its ledger.
 
-Steps that are in the ledger but in no checkpoint are trained again from the recorded trajectories, under a new incarnation;
-nothing is sampled for them. Finished groups without a fate are used as they are; those in flight are sampled again.
-
-If a trajectory of such a step cannot be read, the steps before it are trained again. That step and those after it are undone
-in the ledger, because no weights hold them, and sampled anew.
+Steps that are in the ledger but in no checkpoint are trained again from the recorded trajectories, under a new incarnation.
+Finished groups without a fate are used as they are; those in flight are sampled again. From a step on of which a trajectory
+cannot be read, steps are undone in the ledger, because no weights hold them, and sampled anew.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ async def take_up(
 
 
 async def load_newest(ledger: SqliteLedger, checkpoints: Checkpoints, trainer: Trainer) -> Position:
-    """Load the newest checkpoint into the trainer. Returns its position, or the beginning if there is none.
+    """Load the newest checkpoint into the trainer, and return its position.
 
     Raises ConfigError if it has more steps than the ledger knows.
     """
@@ -91,10 +89,7 @@ async def _train_again(step: int, incarnation: int, ledger: SqliteLedger, traine
 
 
 def _undo_unreadable(ledger: SqliteLedger, first: int, begun: int, note: Callable[[str], None]) -> int:
-    """Undo the steps from the first one with unreadable groups on, and return its number.
-
-    Returns `begun` if every group can be read.
-    """
+    """Undo the steps from the first unreadable one on, and return the next step."""
     lost = {step: found for step in range(first, begun) if (found := ledger.unreadable(ledger.groups_of(step)))}
     if not lost:
         return begun

@@ -1,7 +1,4 @@
-"""Main module of the fork server, from which `runtime.local` starts a run's processes.
-
-A process forked from it becomes an engine, a trainer, or the preparation of a run.
-"""
+"""Main module of the fork server: its children become a run's processes."""
 
 from __future__ import annotations
 

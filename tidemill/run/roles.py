@@ -1,8 +1,7 @@
-"""Builds a run's roles from plain specs: engine, trainer and preparation.
+"""Builders of a run's roles from plain specs: engine, trainer and preparation.
 
-A spec is a settings object that travels as plain data. The role's process parses it once, and the builder of its kind takes
-it. The same function builds a role in this process (`inline`) or in one of its own (`local`, `role_main`). Heavy imports
-happen when a role is built; the process that roles are forked from does them before (`import_roles`).
+A spec is a settings object that travels as plain data. The same function builds a role in this process (`inline`) or in one
+of its own (`local`, `role_main`), which is forked from one that has done the heavy imports (`import_roles`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tidemill.core.registry import Registry
 from tidemill.engine.engine_kinds import ENGINES, EngineSpec
 from tidemill.observability.operator_profiler import attach
 from tidemill.run.placement_kinds import PLACEMENTS, BasePlacementSettings, PlacementSetup
-from tidemill.run.preflight.probe_process import Preparation, Preparer
+from tidemill.run.preflight.probe_process import Preparation
 from tidemill.run.recipe import RunConfig
 from tidemill.run.recipe_tables import SuperviseSettings
 from tidemill.runtime.cpu_sharing import Cores, CoreShare, SharedCores
@@ -55,9 +54,9 @@ REGISTRIES: dict[str, Registry] = {each.what: each for each in (ENGINES, TRAINER
 
 
 def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
-    """Build the object that `spec` describes.
+    """Build what `spec` describes. Raises ValueError for an unknown role.
 
-    offload: do blocking work in a thread, so that the caller's event loop stays free. Raises ValueError for an unknown role.
+    offload: do blocking work in a thread, so that the caller's event loop stays free.
     """
     kinds = spec.get("kinds", {})  # of the process that asks: it may have registered more than is built in
     for what, table in kinds.items():
@@ -69,7 +68,7 @@ def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
         case "trainer":
             return build_trainer(build(TrainerSpec, spec), offload), Trainer
         case "preparation":
-            return Preparer(build(PreparationSpec, spec).recipe, _calls(offload)), Preparation
+            return Preparation(build(PreparationSpec, spec).recipe, _calls(offload)), Preparation
     raise ValueError(f"role {spec['role']!r}: expected 'engine', 'reference', 'trainer' or 'preparation'")
 
 
@@ -144,10 +143,7 @@ def budget_of(supervise: SuperviseSettings) -> Budget:
 
 @asynccontextmanager
 async def placed(settings: BasePlacementSettings, logs: Path, supervise: SuperviseSettings) -> AsyncIterator[Placement]:
-    """The placement on which roles are started.
-
-    The preparation of the first start begins at once, beside the caller's own work.
-    """
+    """The placement on which roles are started. It begins to start processes at once."""
     liveness = Liveness(supervise.heartbeat_s, supervise.silent_s, supervise.stuck_s)
     placement: Placement = PLACEMENTS.builder_of(settings.kind_name)(
         settings, PlacementSetup(build_role, logs, liveness, START_S)
@@ -173,10 +169,7 @@ async def start_engine(config: RunConfig, model: Path, logs: Path, threads: int)
 
 @asynccontextmanager
 async def preparing(config: RunConfig, placement: Placement) -> AsyncIterator[Preparation]:
-    """Start the process that prepares a run.
-
-    It holds nothing, so it is killed at the end: an orderly exit takes longer than its start and its work.
-    """
+    """Start the process that prepares a run; the end kills it, as it holds nothing."""
     handle = await start_role(placement, Preparation, PreparationSpec(recipe=config), None, PREPARATION_DEADLINES)
     try:
         yield handle.proxy

@@ -1,9 +1,6 @@
-"""One training run, from a recipe to a folder with the trained model and its report.
+"""One training run, from a recipe to the trained model and its report.
 
-    open (folder, ledger) -> prepare (environment, model, checks) -> start (warm-up, processes) -> train -> finish (final/,
-    report.json)
-
-`tidemill train` and `tidemill.train()` call `run`. An interrupted run resumes where its ledger says it was, see `resume`.
+An interrupted run resumes where its ledger says it was, see `resume`.
 """
 
 from __future__ import annotations
@@ -42,8 +39,14 @@ from tidemill.run.build_controller import build_controller, position, stop_on_si
 from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.hub_names import fetched
 from tidemill.run.planner.plan import plan_of
-from tidemill.run.preflight.reward_code import tell_changes
-from tidemill.run.preflight.start_checks import describe, expect_files, expect_same_tasks, in_one_sentence, vouch_each
+from tidemill.run.preflight.start_checks import (
+    describe,
+    expect_files,
+    expect_same_tasks,
+    in_one_sentence,
+    note_changed_code,
+    vouch_each,
+)
 from tidemill.run.recipe import RunConfig
 from tidemill.run.report import make_report
 from tidemill.run.roles import budget_of, placed, preparing
@@ -75,12 +78,13 @@ EnvironmentMaker = Callable[[RewardPool, Path], Environment]
 async def run(
     config: RunConfig, display: Display, callbacks: Sequence[Callback] = (), make: EnvironmentMaker | None = None
 ) -> RunEnded:
-    """Train. Raises ConfigError for mistakes that the user can mend, else the first cause.
+    """Train. Raises ConfigError for the user's mistakes, else the first cause.
 
     callbacks: called with (step, metrics). make: makes the environment from Python objects instead of `config.env`. When the
     trainer is lost, the run begins again where it was, within a restart budget.
     """
-    async with Session(config, display, callbacks, make) as session:
+    async with AsyncExitStack() as stack:
+        session = Session(config, display, callbacks, make, stack)
         if (ended := session.open()) is not None:
             return ended
         await session.prepare()
@@ -94,7 +98,7 @@ async def run(
 
 
 class Session:
-    """One run in five verbs: open, prepare, start, train, finish. Leaving its context ends everything it began."""
+    """One run in five verbs: open, prepare, start, train, finish. Closing its stack ends everything it began."""
 
     folder: RunFolder
     ledger: SqliteLedger
@@ -104,9 +108,14 @@ class Session:
     extras: tuple[TokenExtra, ...] = ()  # that the losses read
 
     def __init__(
-        self, config: RunConfig, display: Display, callbacks: Sequence[Callback] = (), make: EnvironmentMaker | None = None
+        self,
+        config: RunConfig,
+        display: Display,
+        callbacks: Sequence[Callback],
+        make: EnvironmentMaker | None,
+        stack: AsyncExitStack,
     ) -> None:
-        """Nothing is begun before `open`."""
+        """Nothing is begun before `open`. stack: gets everything that is to be ended."""
         self.config, self.display, self.note = config, display, display.note
         self._callbacks, self._make = callbacks, make
         self.stopping = False  # the user asked the run to end after its step
@@ -115,19 +124,11 @@ class Session:
         self.curriculum: Curriculum | None = None  # with what the ledger recorded; read once, as that can take seconds
         self._began, self._steps_before = 0.0, 0
         self._budget = budget_of(config.supervise)
-        self._whole, self._processes = AsyncExitStack(), AsyncExitStack()  # the latter: trainer and engines
-
-    async def __aenter__(self) -> Session:
-        self._whole.callback(self.display.close)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._whole.__aexit__(kind, error, trace)
+        self._whole, self._processes = stack, AsyncExitStack()  # the latter: trainer and engines
+        stack.callback(display.close)
 
     def open(self) -> RunEnded | None:
-        """Open the folder and the ledger, whose lock makes this process their only writer.
+        """Open the folder and the ledger; its lock makes this process the only writer.
 
         Returns the result of a run that was complete before. Raises ConfigError if the folder is another run's.
         """
@@ -175,7 +176,7 @@ class Session:
             self.model = ModelFolder.open(named_folder(config.model, folder.path, config.seed), of_class)
             self.plan = plan_of(config, self.model.architecture)
             await describe(self, preparation)
-        tell_changes(config.env, ledger, self.note)
+        note_changed_code(config.env, ledger, self.note)
         if ledger.next_group_id() > 0:
             expect_same_tasks(curriculum_of(config, environment), ledger, folder.path)
         elif config.judged:

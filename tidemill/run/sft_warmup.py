@@ -1,9 +1,8 @@
-"""Warm-up: supervised training on the tasks' own answers before reinforcement learning.
+"""Warm-up: supervised training on the tasks' own answers before RL.
 
-It uses the same trainer, engine and publication. A model that never solves a task earns no reward to learn from. The warm-up
-ends as soon as greedy accuracy on training tasks reaches `accuracy`, and fails if that takes more than `steps`. Held-out
-tasks are not touched. Accuracy is measured every few steps, never by the clock, so the result does not depend on how busy
-the machine is.
+A model that never solves a task earns no reward to learn from. The warm-up ends as soon as greedy accuracy on training tasks
+reaches `accuracy`, and fails if that takes more than `steps`. Held-out tasks are not touched. Accuracy is measured every few
+steps, never by the clock, so the result does not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class WarmedUp:
 class WarmUp:
     """A warm-up that may begin where an earlier process left it.
 
-    Its result depends on steps alone. Only its progress lines and its checkpoints go by time, and neither changes the
-    result.
+    Its result depends on steps alone: only progress lines and checkpoints go by time.
     """
 
     settings: WarmupSettings
@@ -71,10 +69,7 @@ class WarmUp:
     _saving: asyncio.Task[None] | None = None
 
     async def run(self) -> WarmedUp:
-        """Train until the target is reached; the trainer then holds the result.
-
-        Raises RunFailed at the limit of steps.
-        """
+        """Train until the target is reached. Raises RunFailed at the limit of steps."""
         batches, probe = _batches(self.tasks, self.tokenizer, self.settings.batch, self.seed, self.step), self._probe()
         async with asyncio.TaskGroup() as group:
             while not await self._reached(probe):
@@ -89,10 +84,7 @@ class WarmUp:
         return WarmedUp(time.monotonic() - self._begin, self.step, self.accuracy or 0.0)
 
     async def _reached(self, probe: Sequence[Task]) -> bool:
-        """Measure the accuracy if it is time to, and return True at the target.
-
-        Raises RunFailed if the limit of steps is reached first.
-        """
+        """Measure the accuracy if it is time to, and return True at the target."""
         last = self.step >= self.settings.steps
         if self.step % LOOK_EVERY and not last:
             return False
@@ -139,9 +131,9 @@ class WarmUp:
 
 
 def supervised(rows: Sequence[Row]) -> tuple[list[Sample], dict[str, LossSpec], float]:
-    """Samples, losses and scale of a cross-entropy step: the mean over the trained tokens.
+    """Samples, losses and scale of a cross-entropy step: the mean over trained tokens.
 
-    rows: (tokens [T] int32, loss_mask [T] bool). Nothing was sampled, so `mask` is all False; only `weights` say what is
+    rows: (tokens [T] int32, loss_mask [T] bool). Nothing was sampled, so `mask` is all False and `weights` say what is
     trained. Raises ValueError for shapes that differ, or a loss on a row's first token.
     """
     samples, trained = [], 0

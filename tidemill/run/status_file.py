@@ -1,7 +1,4 @@
-"""`status.json` and `failure.json`: the state of a living run, and its last error.
-
-    status.json    once a second: the step, the processes, the open waits and since when
-    failure.json   once, when the run ends by an error: the first cause, with the traceback from the process where it arose
+"""`status.json`, the state of a living run, and `failure.json`, its first cause.
 
 `tidemill why` reads both. A resume needs neither.
 """

@@ -1,12 +1,10 @@
-"""The weights that a run starts from: the model itself, or a warm-up's result, which is cached for later runs.
+"""The weights that a run starts from: the model, or a warm-up's cached result.
 
     runs/warm-starts/DIGEST/   the model, its record, and a manifest as a checkpoint has
 
-A warm-up is identified by everything that decides its result, so that the second run of a recipe finds it done. Only one
-that reached its target is kept. One that was interrupted resumes from its own checkpoint in the run's folder.
-
-An entry of the cache becomes a policy, so it is read only if nobody else can have written it: folder and files belong to
-this user, and no one else may write to them. Every byte must be as it was written.
+The digest is of everything that decides a warm-up's result. Only one that reached its target is kept. One that was
+interrupted resumes from its own checkpoint in the run's folder. An entry becomes a policy, so it is read only if folder and
+files belong to this user, no one else may write to them, and every byte is as it was written.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from tidemill.core.config import dump
 from tidemill.core.errors import CheckpointError, ConfigError
 from tidemill.core.executors import in_thread
 from tidemill.core.types import Task
-from tidemill.ledger.records import Event
 from tidemill.run.build_controller import make_episodes
 from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.planner.plan import warm_up_plan
@@ -40,7 +37,7 @@ from tidemill.run.sft_warmup import WarmedUp, WarmUp
 from tidemill.run.storage.checkpoint_manifest import Position, seal, verify
 from tidemill.run.storage.checkpoints import Checkpoints
 from tidemill.run.storage.model_folder import NEW, ModelFolder
-from tidemill.run.storage.run_folder import read_json
+from tidemill.run.storage.run_files import read_json
 
 if TYPE_CHECKING:
     from tidemill.run.session import Session
@@ -103,7 +100,7 @@ async def _warm_up(session: Session, own: Path, made: Path) -> WarmedUp:
 
     async with start_cluster(plan, model.path, session.folder, session.placement, tell) as cluster:
         async with cluster.watched():
-            checkpoints = Checkpoints(own, _Unrecorded(), note)
+            checkpoints = Checkpoints(own, None, note)
 
             async def save(step: int) -> Coroutine[Any, Any, None]:
                 return await checkpoints.begin(cluster.trainer, Position(step, 0, 0))
@@ -139,21 +136,8 @@ async def _taken_up(checkpoints: Checkpoints, cluster: Cluster, own: Path, tell:
     return latest[1].step
 
 
-class _Unrecorded:
-    """Stand-in for a ledger: the warm-up's checkpoints are no part of the run's record."""
-
-    def event(self, kind: str, detail: dict[str, Any]) -> None:
-        pass
-
-    def events(self, kind: str | None = None) -> list[Event]:
-        return []
-
-    def retain(self, *, checkpoint: int) -> None:
-        pass
-
-
 def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str:
-    """Digest of everything that decides the result: settings, model files, prompts and answers.
+    """Digest of everything that decides the result.
 
     The limit of steps is left out: a warm-up that reached it resumes under a higher one.
     """
@@ -204,10 +188,7 @@ class WarmStartCache:
             return None
 
     def keep(self, made: Path, name: str) -> Path:
-        """Move a result into the cache and return the entry.
-
-        If two runs warmed up at the same time, the first one's result is kept.
-        """
+        """Move a result into the cache, if another run has not, and return the entry."""
         entry = self.folder / name
         if (entry / RECORD).is_file():
             shutil.rmtree(made)

@@ -1,9 +1,4 @@
-"""Detects a run that never earned anything to learn from, and names the likely cause.
-
-    rewards of all attempts, how they ended, the norms of gradients, the check of the reward -> Unearned, or None
-
-Such a run reaches its end with a model that learnt nothing. It says so, last of all.
-"""
+"""Detection of a run that earned nothing to learn from, with the likely cause."""
 
 from __future__ import annotations
 
@@ -29,10 +24,7 @@ class Unearned:
 
 
 def unearned(ledger: SqliteLedger, config: RunConfig, cut: Counter[Limit] | None = None) -> dict[str, Any] | None:
-    """The entry `unearned` of report.json; None if there was something to learn, or no reward.
-
-    cut: attempts of this process by the limit that ended their last reply.
-    """
+    """The entry `unearned` of report.json, or None. cut: this process's cut replies."""
     if config.offline or any(each.distils for each in config.algorithms.values()):
         return None
     earned, norm = ledger.earned(), ledger.largest_gradient()
@@ -67,7 +59,7 @@ def cause_of(
 ) -> Unearned:
     """The likeliest cause, with what to do.
 
-    begun_with: held-out accuracy before the first step. vouched: True if a right answer was seen to earn the full score.
+    begun_with: held-out accuracy before the first step. vouched: a right answer was seen to earn the full score.
     """
     asked = config.rollout
     if not earned.scored:

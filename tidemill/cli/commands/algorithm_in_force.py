@@ -26,10 +26,7 @@ class Part:
 
 
 def parts_of(settings: AlgorithmSettings, max_tokens: int) -> list[Part]:
-    """The parts in the order in which they act.
-
-    settings: complete, see `with_longest`. max_tokens: of the longest completion.
-    """
+    """The parts of complete settings in the order in which they act."""
     found = []
     if settings.overlong.treat == "penalty":
         found.append(_part("reward", "reward", "overlong", {"limit": max_tokens, "cache": settings.overlong.cache}))

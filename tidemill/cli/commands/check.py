@@ -1,7 +1,6 @@
-"""`tidemill check RECIPE`: the numbers of a step, and whether the run's memory fits.
+"""`tidemill check RECIPE`: the numbers of a step, and whether its memory fits.
 
-It refuses what `train` would refuse for its model's folder or its memory, with the same status. The last line says what is
-too large; the remedies, which `train` gives in the same sentence, stand above it.
+It refuses what `train` would refuse for its model's folder or its memory, with the same status.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from tidemill.run.storage.model_folder import expect_readable
 
 
 def check(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
-    """Show the figures of a recipe. Returns 0 if it fits.
-
-    Raises ConfigError, after all has been printed, if it does not.
-    """
+    """Show a recipe's figures. Raises ConfigError after that if it does not fit."""
     config = fetched(load_recipe([recipe], overrides), data=False)
     found = figures(config, complete=True)
     try:

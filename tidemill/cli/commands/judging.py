@@ -1,4 +1,4 @@
-"""What commands that judge share: recipe, environment, scoring workers, and a log of warnings."""
+"""Parts of commands that judge: recipe, environment, scoring workers, a log of warnings."""
 
 from __future__ import annotations
 
@@ -85,10 +85,7 @@ def recipe_of(folder: RunFolder, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def with_sources(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """The recipe of a run begun from Python, with the environment from its recorded source.
-
-    Other recipes are unchanged.
-    """
+    """The recipe, with the recorded source of an environment that came from Python."""
     env = config.env
     names = [name for each in environments_of(env) if isinstance(each, PythonSettings) for name in _objects(each)]
     if not names:

@@ -1,10 +1,7 @@
-"""`tidemill pairs RUN OUT.jsonl`: preference pairs from a run, for DPO and the like.
+"""`tidemill pairs RUN OUT.jsonl`: preference pairs from a run, for DPO and others.
 
-    index rows -> by group: the best and the worst attempt, if their rewards differ -> the texts of both
-
-Attempts that were cut off have no end to learn. One of several turns or rows is more than its last reply. One that was not
-asked by the task's prompt answers another question. None of these is taken. Rewards are those of the latest judgement. A row
-keeps the task's other columns, so that a reward finds the answer there.
+A pair is the best and the worst attempt of a group by their latest judgement. Not taken are attempts that were cut off, that
+have several turns or rows, or that were not asked by the task's prompt. A row keeps the task's other columns for a reward.
 """
 
 from __future__ import annotations

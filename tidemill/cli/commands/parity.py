@@ -19,10 +19,7 @@ from tidemill.run.storage.run_folder import RunFolder
 
 
 def parity(target: Path, length: int, as_json: bool) -> int:
-    """Show the comparison. Returns 0 when everything agrees.
-
-    Returns 1 when something differs, or a run has nothing to replay.
-    """
+    """Show the comparison. Returns 0 if all agrees, 1 if not or nothing was replayed."""
     run = RunFolder.existing(target) if target.is_dir() and is_run(target) else None
     replayed = asyncio.run(replay(run)) if run else None
     model = run.initial if run and not run.final.is_dir() else model_of(target)  # an unfinished run has no final/

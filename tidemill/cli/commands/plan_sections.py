@@ -1,7 +1,4 @@
-"""A recipe's numbers as data and as rows: a step, the run, memory by process.
-
-`explain` shows them beside the formulas, and `check` beside the verdict.
-"""
+"""A recipe's numbers as data and as rows: a step, the run, memory by process."""
 
 from __future__ import annotations
 

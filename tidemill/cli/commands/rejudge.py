@@ -1,9 +1,6 @@
 """`tidemill reward rejudge RUN`: judges a run's recorded attempts again.
 
-    ledger -> groups -> the run's reward as it is now, or another -> a further row of each attempt in `outcomes`
-
-What was trained on stays as it is. Attempts without a reply to judge keep their outcome: those that failed, were cancelled,
-or were given.
+What was trained on stays as it is. Attempts that failed, were cancelled or were given keep their outcome.
 """
 
 from __future__ import annotations

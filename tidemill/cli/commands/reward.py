@@ -51,10 +51,7 @@ def test(recipe: Path, answers: Path | None, overrides: Sequence[str], as_json: 
 
 
 def read_answers(path: Path) -> list[Own]:
-    """The user's own replies from a JSONL file.
-
-    A line is {"reply" or "answer": TEXT, "expect": "pass" or "fail", "task": ID}; `expect` is "fail" by default.
-    """
+    """The user's own replies from a JSONL file, whose rows `_own` reads."""
     found = [_own(row, where) for where, row in json_lines(path, f"--answers {path}")]
     if not found:
         raise ConfigError(f"--answers {path} is empty: expected one object a line")

@@ -13,8 +13,8 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.hub import fetch, is_name
 from tidemill.ledger.lock import holder
 from tidemill.run.status_file import EVERY_S, FAILURE, STATUS
-from tidemill.run.storage.run_files import Failure, Recipe, Status, expect
-from tidemill.run.storage.run_folder import RunFolder, read_json
+from tidemill.run.storage.run_files import Failure, Recipe, Status, read_json
+from tidemill.run.storage.run_folder import RunFolder
 
 LATE_S = 5 * EVERY_S  # a status older than this comes from a controller that does not run
 
@@ -47,10 +47,7 @@ class State:
 
 
 def model_of(path: Path) -> Path:
-    """The folder of a model: given itself, by its hub name, or as a run's `final/`.
-
-    Raises ConfigError if there is none.
-    """
+    """The folder of a model, given itself, by its hub name, or by its run."""
     if is_name(str(path)):
         return fetch(str(path), "model")
     if not path.is_dir():
@@ -88,14 +85,14 @@ def state_of(folder: RunFolder) -> State:
 
 
 def _complete(folder: RunFolder, report: dict[str, Any] | None) -> bool:
-    return report is not None and report["steps"] >= expect(folder.config, folder.recipe(), Recipe)["steps"]
+    return report is not None and report["steps"] >= read_json(folder.config, Recipe)["steps"]
 
 
 def _if_there(folder: RunFolder, name: str, kind: type[Status | Failure]) -> dict[str, Any] | None:
     """A status or failure file, or None. A running process may remove it at any moment."""
     file = folder.path / name
     try:
-        return expect(file, read_json(file), kind)
+        return read_json(file, kind)
     except ConfigError:
         if file.is_file():
             raise

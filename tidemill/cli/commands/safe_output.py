@@ -54,10 +54,7 @@ class Lenient(io.RawIOBase):
 
 
 def guard() -> Callable[[], OSError | None]:
-    """Make standard output and error lenient. Returns a function that gives the loss, or None.
-
-    A reader that closed its end causes no loss: it had all it wanted.
-    """
+    """Make standard output and error lenient. Returns a function that gives the loss."""
     _open_all()
     out = _lenient("stdout", 1, _say)
     _lenient("stderr", 2, lambda _: None)

@@ -1,9 +1,4 @@
-"""`tidemill samples RUN`: replies of the policy from the ledger, also of a live run.
-
-    payload -> the conversation, message by message;     with --tokens: payload -> segments by provenance -> token cells
-
-Steps are counted from 1, as in the progress display.
-"""
+"""`tidemill samples RUN`: replies of the policy, also of a live run."""
 
 from __future__ import annotations
 
@@ -212,10 +207,7 @@ def _token(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _plain(row: SampleRow, payload: Trajectory | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """A sample as JSON data. `step` counts from 1.
-
-    `tokens` is there with --tokens, and null when retention removed them.
-    """
+    """A sample as JSON data. Retention may have removed its tokens."""
     found = asdict(row)
     found |= {"step": None if row.step is None else row.step + 1, "text": row.text if payload is None else payload.text}
     found["n_tokens"], found["n_sampled"] = found.pop("tokens"), found.pop("sampled")

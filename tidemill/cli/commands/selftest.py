@@ -1,8 +1,6 @@
-"""The doctor's self-test: uses a tiny model as a run would, in about two seconds.
+"""The doctor's self-test: uses a tiny model and a scoring worker as a run would.
 
-    trainer --publish--> shared memory --update--> engine --generate--> tokens --forward--> the trainer's own logprobs
-
-It also runs a reward in a scoring worker. A failure here would be a failure in a run, with a longer story.
+A failure here would be a failure in a run, with a longer story.
 """
 
 from __future__ import annotations

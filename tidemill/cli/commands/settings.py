@@ -51,10 +51,7 @@ def _said(setting: Setting) -> Text:
 
 
 def known() -> list[Setting]:
-    """All settings in the order of their declaration.
-
-    A setting that several kinds of a table share is one entry; otherwise there is one for each kind.
-    """
+    """All settings in order; one that several kinds of a table share is one entry."""
     found = dict[Setting, tuple[str, ...]]()  # setting -> kinds
     for each in _below(RunConfig, None, "", ()):
         alike = replace(each, kinds=())

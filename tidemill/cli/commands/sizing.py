@@ -63,18 +63,12 @@ def step_size(plan: RunPlan, context: int | None) -> StepSize:
 
 
 def first_algorithm(config: RunConfig) -> AlgorithmSettings:
-    """The recipe's algorithm, or the first environment's if every environment has its own.
-
-    If there are several, each takes one update a step.
-    """
+    """The first algorithm. If there are several, each takes one update a step."""
     return next(iter(config.algorithms.values()))
 
 
 def replies_of(env: AnyEnv) -> int | None:
-    """Replies of one attempt; None if a conversation asks as often as it likes.
-
-    Raises ConfigError if the user's file does not load.
-    """
+    """Replies of one attempt; None if a conversation asks as often as it likes."""
     if isinstance(env, PythonSettings):
         return None if hasattr(load_object(env.paths[0]), "run") else 1  # a reward function is asked about one reply
     return env.turns if isinstance(env, GuessSettings) else 1

@@ -29,10 +29,7 @@ def why(run: Path, as_json: bool) -> int:
 
 
 def standing(folder: RunFolder) -> dict[str, Any]:
-    """A run's state as data: running, stuck, complete, failed, stopped or killed, and details.
-
-    status: the last one that the run's process wrote, or None.
-    """
+    """A run's state as data, with the last status that its process wrote."""
     found = state_of(folder)
     unearned = ((found.report or {}).get("unearned") or {}).get("text")  # reports of older runs have none
     with SqliteLedger(folder.path, mode="read") as ledger:

@@ -1,10 +1,8 @@
-"""Estimates the memory of each of a run's processes from the shapes of its models.
+"""Estimate of the memory of a run's processes, from the shapes of its models.
 
-`explain` shows the estimate, and a run that cannot fit is refused. Bytes of weights, optimizer and caches are exact.
-Activations are an upper bound for the largest micro-batch, or the largest step of an engine: the tensors that a layer keeps
-for the backward pass, with the padding of its attention, or those that are alive at a time. For Python and torch each
-process counts with the memory that a small process shares with no other. The rest of it, and buffers of matrix products,
-come on top.
+Bytes of weights, optimizer and caches are exact. Activations are an upper bound for the largest micro-batch, or the largest
+step of an engine. Python and torch count with the memory that a small process shares with no other; the rest of them, and
+buffers of matrix products, come on top.
 """
 
 from __future__ import annotations
@@ -91,10 +89,7 @@ class Models:
 
 
 def processes(config: RunConfig, models: Models, longest: int = 0) -> list[Process]:
-    """The processes of a run, with their memory.
-
-    longest: tokens of the longest row, or 0. A row longer than the token budget makes up a micro-batch alone.
-    """
+    """The processes of a run, with their memory. longest: tokens of the longest row."""
     placement, on, free = config.placement, config.engine.device, free_memory(device_of(config.engine.device))
     own = placement.processes
     held = trainer_memory(config, models.policy, models.reference, models.critic, longest)
@@ -127,10 +122,7 @@ def _processes(name: str, count: int, device: str, held: list[Held], lever: str 
 
 
 def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> None:
-    """Raise ConfigError, with advice, if a run needs more memory than is free on a device.
-
-    Caches that are sized by the free memory are left out: they adapt.
-    """
+    """Raise ConfigError, with advice, if a run needs more than is free on a device."""
     if why := refusal(processes(config, Models.of(config, policy), longest)):
         raise ConfigError(str(why))
 
@@ -210,11 +202,7 @@ def trainer_memory(
     critic: Architecture | None = None,
     longest: int = 0,
 ) -> list[Held]:
-    """Memory of the trainer.
-
-    reference, critic: architectures of a reference and of a critic with its own model, if there are any and they are known.
-    longest: tokens of the longest row, or 0.
-    """
+    """Memory of the trainer, with the models that are known and of their own."""
     own, asked, smaller = 4 * parameters(arch), config.reference, "a smaller model"
     if not isinstance(config.trainer, TrainerSettings):
         return [Held("weights; the rest is not known", own, smaller)]
@@ -254,12 +242,11 @@ def trainer_lanes(plan: RunPlan) -> int:
 
 
 def activations(arch: Architecture, settings: TrainerSettings, tokens: int, lanes: int = 1) -> int:
-    """The most bytes alive between the passes of the micro-batches that together hold `tokens`.
+    """The most bytes alive between the passes of micro-batches that hold `tokens`.
 
-    The head's chunks of logits and the widened operands of products are included. A layer keeps, for each token: its input,
-    its input plus the attention, the projections q|k|v, rotated q and k, the attention's output, and gate|up. Without
-    compiled kernels it also keeps both norms' outputs, the product of gate and up, rotated, padded and normed copies, and
-    silu.
+    A layer keeps, for each token: its input, its input plus the attention, the projections q|k|v, rotated q and k, the
+    attention's output, and gate|up. Without compiled kernels it also keeps both norms' outputs, the product of gate and up,
+    rotated, padded and normed copies, and silu. The head's chunks of logits and widened operands are included.
     """
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     on_cpu, narrows = device_of(settings.device) == "cpu", settings.dtype == "bfloat16"

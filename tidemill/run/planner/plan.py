@@ -1,7 +1,4 @@
-"""Plan of a run: the numbers that follow from its recipe, its model and this machine.
-
-The session, `check`, `explain` and the report read them here, so they agree. There is no torch, as in the controller.
-"""
+"""Plan of a run: the numbers that follow from recipe, model and machine. No torch."""
 
 from __future__ import annotations
 
@@ -88,10 +85,7 @@ def warm_up_plan(config: RunConfig) -> RunPlan:
 
 
 def _streams(config: RunConfig) -> bool:
-    """True when a waiting trainer begins with the groups that have finished.
-
-    By default it does so if trainer and engines have a core for each thread, or name different devices.
-    """
+    """True when a waiting trainer begins with the groups that have finished."""
     placement, asked = config.placement, config.placement.stream
     if config.deterministic or asked != "auto":
         return not config.deterministic and bool(asked)

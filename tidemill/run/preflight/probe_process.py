@@ -1,14 +1,13 @@
 """A short-lived process that does the part of a run's start that needs torch.
 
-It spares the controller the import: torch takes more private memory than all else that a controller holds, and two seconds
-of a processor. On a GPU, asking for the free memory takes a part of it for as long as the process lives.
+It spares the controller torch's private memory, two seconds, and a part of the GPU's memory for as long as it lives.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tidemill.core.token_extras import TokenExtra
 from tidemill.models.architecture import Architecture
@@ -20,45 +19,27 @@ if TYPE_CHECKING:
     from tidemill.trainer.telemetry import Offload
 
 
-class Preparation(Protocol):
-    """Interface of the process that prepares a run."""
-
-    async def open_model(self, beside: str) -> str | None:
-        """Open the model, and check that its companions read the same tokens.
-
-        The model is made first if the recipe asks for a new one; it lies in the folder `beside`. Returns the class of its
-        tokenizer, see `class_name`: to choose one, transformers imports torch. Raises what `ModelFolder.open` and
-        `check_companions` raise.
-        """
-        ...
-
-    async def check_memory(self, model: str, longest: int) -> None:
-        """Check the run's memory: see `memory_model.check_memory`. model: the policy's folder."""
-        ...
-
-    async def extras(self) -> list[TokenExtra]:
-        """The token extras that the recipe's losses read. Raises ValueError for a loss that cannot be loaded."""
-        ...
-
-
-class Preparer:
-    """The preparation of one recipe's run, in this process."""
+class Preparation:
+    """The preparation of one recipe's run. Its async methods can be called from another process."""
 
     def __init__(self, config: RunConfig, offload: Offload) -> None:
-        """Prepare a run of `config`.
-
-        offload: calls blocking functions. In a process of its own it uses a thread, because a device or a slow disk may
-        take longer than a heartbeat.
-        """
+        """Prepare a run of `config`. offload: calls blocking functions."""
         self._config, self._offload = config, offload
 
     async def open_model(self, beside: str) -> str | None:
+        """Open or make the model, and check that its companions read the same tokens.
+
+        beside: the folder for a new model. Returns the class of its tokenizer, see `class_name`: to choose one, transformers
+        imports torch. Raises what `ModelFolder.open` and `check_companions` raise.
+        """
         return await self._offload(partial(self._open_model, Path(beside)))
 
     async def check_memory(self, model: str, longest: int) -> None:
+        """Check the run's memory: see `memory_model.check_memory`. model: the policy's folder."""
         await self._offload(partial(self._check_memory, Path(model), longest))
 
     async def extras(self) -> list[TokenExtra]:
+        """The token extras that the recipe's losses read. Raises ValueError for a loss that cannot be loaded."""
         return await self._offload(self._extras)
 
     def _open_model(self, beside: Path) -> str | None:

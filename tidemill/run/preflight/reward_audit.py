@@ -1,12 +1,9 @@
-"""Reward audit: tests a reward on replies of known worth before a run trains on it.
+"""Reward audit: tests a reward on replies of known worth before a run uses it.
 
-    tasks x (gold, empty, garbage, the user's own) -> episodes without a model -> the environment's judge -> a verdict a kind
-
-The environment says which gold replies must earn the full score; gold fails when more than `WRONG` of them do not. Garbage
-answers nothing, so it passes, wrongly, when it earns the full score every time, or more often than a constant reply could:
-more than the commonest gold reply would by two standard errors. Partial scores are not examined. If no task has a known gold
-reply, that is said and nothing is checked. A reply that could not be judged neither passes nor fails. If a reward asks for
-token ids, it gets one for each byte of the reply: no model is needed.
+Gold replies, of which the environment says that they earn the full score, fail when more than `WRONG` of them do not.
+Garbage passes, wrongly, when it earns the full score every time, or by two standard errors more often than the commonest
+gold reply would. Partial scores are not examined. Without a known gold reply nothing is checked. A reply that could not be
+judged neither passes nor fails. If a reward asks for token ids, it gets one for each byte: no model is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ from tidemill.core.types import (
     SamplingParams,
     Score,
     Task,
-    Trajectory,
     Unscorable,
     Version,
 )
@@ -120,10 +116,9 @@ async def vouch(
     record: Callable[[str, dict[str, Any]], None],
     note: Callable[[str], None],
 ) -> None:
-    """Run the quick audit before a run. Raises ConfigError when gold fails or garbage passes.
+    """Run the quick audit. Raises ConfigError when gold fails or garbage passes.
 
-    accepted: names of failures that do not stop the run. record: takes an event for the ledger, including accepted failures.
-    note: shows a sentence to the user.
+    accepted: names of failures that do not stop the run. record: takes an event. note: shows a sentence to the user.
     """
     found = await check(environment, tasks[:QUICK_TASKS], limit_s=limit_s, budget_s=QUICK_S)
     wrong, refused = found.refused(), found.refused(accepted)
@@ -159,13 +154,15 @@ async def check(
     tokenizer = cast(Tokenizer, byte_tokenizer(EOS, literal=True))
     episodes = EpisodeSetup(environment, tokenizer, SamplingParams(), 1 << 40, limit_s)
     begin, tried = time.monotonic(), list[Tried]()
+    grouped = not isinstance(environment, Checkable) or environment.grouped
     for task in tasks:
         gold = golds[task.id]
         if isinstance(gold, Unscorable) and not without_gold and not own:
             continue
         replies = _replies(environment, task, gold, own)
-        for batch in [replies] if _grouped(environment) else [[reply] for reply in replies]:
-            if tried and (time.monotonic() - begin > budget_s or _hopeless(tried)):
+        for batch in [replies] if grouped else [[reply] for reply in replies]:
+            hopeless = len(tried) >= HOPELESS and all(isinstance(t.outcome, InfraError) for t in tried)
+            if tried and (hopeless or time.monotonic() - begin > budget_s):
                 break
             tried += await _try(episodes, task, batch)
     return Check(environment.name, len({t.task.id for t in tried}), _lines(tried, golds))
@@ -175,14 +172,6 @@ def _gold(environment: Environment, task: Task) -> Gold:
     if isinstance(environment, Checkable):
         return environment.gold(task)
     return Unscorable("the environment does not say what would be right: it has no method `gold`")
-
-
-def _grouped(environment: Environment) -> bool:
-    return not isinstance(environment, Checkable) or environment.grouped
-
-
-def _hopeless(tried: Sequence[Tried]) -> bool:
-    return len(tried) >= HOPELESS and all(isinstance(t.outcome, InfraError) for t in tried)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +224,11 @@ def _formatted(environment: Environment, task: Task, answer: str) -> str | None:
 async def _try(episodes: EpisodeSetup, task: Task, replies: Sequence[_Reply]) -> list[Tried]:
     """Play and judge these replies as one group, or each by itself if the group fails as a whole."""
     begin = time.monotonic()
-    attempts = [await _play(episodes, task, reply) for reply in replies]
+    scripts = [cast(Sampler, _Script(reply.texts, episodes.tokenizer)) for reply in replies]  # never asked for scores
+    attempts = [
+        await episodes.play(task, script, f"check/{reply.kind}", lambda turn: turn)
+        for reply, script in zip(replies, scripts, strict=True)
+    ]
     await episodes.judge(task, attempts)
     seconds = time.monotonic() - begin
     if len(replies) > 1 and all(isinstance(attempt.outcome, InfraError) for attempt in attempts):
@@ -247,16 +240,8 @@ async def _try(episodes: EpisodeSetup, task: Task, replies: Sequence[_Reply]) ->
     ]
 
 
-async def _play(episodes: EpisodeSetup, task: Task, reply: _Reply) -> Trajectory:
-    engine = cast(Sampler, _Script(reply.texts, episodes.tokenizer))  # no episode here asks it for scores
-    return await episodes.play(task, engine, f"check/{reply.kind}", lambda turn: turn)
-
-
 class _Script:
-    """An engine that says written replies, one a turn, and repeats the last.
-
-    The context is full after MOST_TURNS.
-    """
+    """An engine that says written replies, one a turn, and repeats the last."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._texts, self._tokenizer, self._turn = texts, tokenizer, 0

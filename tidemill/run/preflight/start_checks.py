@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from tidemill.core.hardware import allow_files, usable_cores
 from tidemill.core.hub import shown
 from tidemill.envs.curriculum import Curriculum, task_order
 from tidemill.envs.environment_mixture import parts_of
+from tidemill.envs.environment_settings import EnvSettings, PythonSettings, RowsSettings, environments_of
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.conversations import check_prompts
 from tidemill.run.preflight.probe_process import Preparation
@@ -89,8 +92,8 @@ async def describe(session: Session, preparation: Preparation) -> None:
 def expect_same_tasks(curriculum: Curriculum, ledger: SqliteLedger, folder: Path) -> None:
     """Raise ConfigError if the tasks are not those that the run was begun with.
 
-    A group's task follows from its number and the tasks, so other tasks would repeat some and leave out others. If the order
-    follows from results, the tasks are compared by name: each must still be there, unchanged.
+    A group's task follows from its number and the tasks, so others would repeat some and leave out some. If the order
+    follows from results, each task is looked up by its name.
     """
     admitted = ledger.next_group_id()
     looked_at = {*range(0, admitted, -(-admitted // LOOKED_AT)), admitted - 1}
@@ -121,3 +124,28 @@ async def vouch_each(session: Session) -> None:
             record=session.ledger.event,
             note=session.note,
         )
+
+
+def judging_code(env: EnvSettings) -> dict[str, str]:
+    """Digest of every FILE.py that the recipe's environments and rewards name, by its path."""
+    users = [each for each in environments_of(env) if isinstance(each, PythonSettings | RowsSettings)]
+    named = [each.path if isinstance(each, PythonSettings) else each.reward for each in users]
+    references = [name for names in named for name in ([names] if isinstance(names, str) else names)]
+    files = [Path(reference.rpartition(":")[0]) for reference in references if ".py:" in reference]
+    return {str(path): blake2b(path.read_bytes(), digest_size=16).hexdigest() for path in files if path.is_file()}
+
+
+def note_changed_code(env: EnvSettings, ledger: SqliteLedger, note: Callable[[str], None]) -> None:
+    """Record the code of this start, and note which files differ from the start before.
+
+    A resume uses the reward as it is now. Its scores are then no longer comparable with those before.
+    """
+    now, before = judging_code(env), json.loads(ledger.meta().get("judging_code", "{}"))
+    if changed := sorted(path for path, digest in now.items() if before.get(path, digest) != digest):
+        ledger.event("judging_code_changed", {"files": changed})
+        note(
+            f"warning: {', '.join(changed)} changed since this run was started last: rewards and accuracies from here on "
+            "are those of the new code, and no comparison with earlier ones; give another run_dir to begin anew"
+        )
+    if now != before:
+        ledger.set_meta("judging_code", json.dumps(now))

@@ -1,7 +1,4 @@
-"""A checkpoint's `manifest.json`: its position, and the size and hash of every file.
-
-    seal(folder, position)     hash and flush every file, then write the manifest, last of all
-    verify(folder)             sizes, then hashes; the position, or CheckpointError with the reason
+"""A checkpoint's manifest: its position, and the size and hash of every file.
 
 A manifest is read as if an enemy had written it: bounded, by declared types, and its paths are only compared with those of
 files that were found, so that no name in it is ever opened.
@@ -87,7 +84,7 @@ def step_of(name: str) -> int | None:
 
 
 def seal(folder: Path, position: Position, stop: threading.Event) -> Path:
-    """Flush all files in `folder` and write their manifest. Returns the manifest's path.
+    """Write the manifest of a folder and flush all of it. Returns its path.
 
     stop: gives up as soon as it is set. Raises OSError.
     """
@@ -175,8 +172,7 @@ def _entries(folder: Path) -> dict[str, Path]:
 def _digest(path: Path, stop: threading.Event | None = None) -> str:
     """The hash of a file: BLAKE2b, 32 bytes, of the hashes of its parts.
 
-    Half of the cores compute it, because one would take minutes for the state of a large model. Raises InterruptedError, an
-    OSError, when `stop` is set.
+    Half of the cores compute it. Raises InterruptedError, an OSError, when `stop` is set.
     """
     begins = range(0, path.stat().st_size, _PART)
     if len(begins) <= 1:

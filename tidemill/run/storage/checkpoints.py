@@ -1,14 +1,11 @@
-"""Checkpoints: states of a run from which it can resume, in `checkpoints/step-000123/`.
+"""Checkpoints: states of a run to resume from, in `checkpoints/step-000123/`.
 
     begin: the trainer copies its state, beside the next step's gradient -> training goes on; beside it:
     step-000123.partial/tidemill.checkpoint -> trainer/ -> manifest.json -> all of it flushed -> renamed to step-000123
 
-A checkpoint is {weights, optimizer, schedule, trainer's random states} in trainer/, and in the manifest {step, incarnation,
-next admission id}: with the ledger, the whole data position. Rollouts need no random state: every seed derives from the
-run's seed and an admission id.
-
-A folder without the marker `tidemill.checkpoint` is not ours and is never touched. A damaged checkpoint is set aside, not
-deleted.
+A checkpoint is {weights, optimizer, schedule, trainer's random states} in trainer/, and a position in the manifest: with the
+ledger, the whole data position. Every other seed derives from the run's seed and an admission id. A folder without the
+marker `tidemill.checkpoint` is never touched. A damaged checkpoint is set aside, not deleted.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tidemill.controller.controller import ROLE
 from tidemill.core import fault_injection
@@ -25,7 +22,7 @@ from tidemill.core.atomic_files import flush, remove_left, remove_marked
 from tidemill.core.errors import CheckpointError
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import Trainer
-from tidemill.ledger.records import Event
+from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.storage.checkpoint_manifest import (
     MANIFEST,
     Position,
@@ -43,23 +40,13 @@ _MARKED = "A checkpoint of a Tidemill run. Tidemill deletes this folder when rec
 _PARTIAL, _DAMAGED = ".partial", ".damaged"
 
 
-class CheckpointRecord(Protocol):
-    """Record of a run's checkpoints: its ledger."""
-
-    def event(self, kind: str, detail: dict[str, Any]) -> None: ...
-    def events(self, kind: str | None = None) -> list[Event]: ...
-    def retain(self, *, checkpoint: int) -> object:
-        """Allow the ledger to forget what only steps before `checkpoint` need."""
-        ...
-
-
 class Checkpoints:
     """The checkpoints of one run: written, verified, and deleted when they are too many."""
 
     def __init__(
         self,
         folder: Path,
-        ledger: CheckpointRecord,
+        ledger: SqliteLedger | None,
         note: Callable[[str], None],
         keep: int = 1,
         keep_every: int = 0,
@@ -67,8 +54,9 @@ class Checkpoints:
     ) -> None:
         """Manage the checkpoints in `folder`.
 
-        keep: how many are kept. keep_every: those of every such step are kept for good, too; 0: none. replays: how many
-        steps back a step may replay groups, which a resume needs, too.
+        ledger: records them; None: they are in no run's record. keep: how many are kept. keep_every: those of every such
+        step are kept for good, too; 0: none. replays: how many steps back a step may replay groups, which a resume needs,
+        too.
         """
         self.folder, self._ledger, self._note = folder, ledger, note
         self._keep, self._keep_every, self._replays = keep, keep_every, replays
@@ -97,14 +85,14 @@ class Checkpoints:
             except CheckpointError as error:
                 damaged.append((folder, str(error)))
                 self._note(f"checkpoint {folder.name} cannot be used: {error}")
-                self._ledger.event("checkpoint_invalid", {"folder": folder.name, "reason": str(error)})
+                self._record("checkpoint_invalid", {"folder": folder.name, "reason": str(error)})
                 continue
             for each, _ in damaged:
                 self._set_aside(each)
             if damaged:
                 self._note(f"going on from the older checkpoint {folder.name} instead")
             return folder, position
-        if damaged or any(self.folder.glob(f"*{_DAMAGED}*")) or self._ledger.events("checkpoint"):
+        if damaged or any(self.folder.glob(f"*{_DAMAGED}*")) or (self._ledger and self._ledger.events("checkpoint")):
             raise CheckpointError(
                 f"{self.folder}: this run has had checkpoints, and none of them is usable"
                 + "".join(f"; {why}" for _, why in damaged)
@@ -130,13 +118,18 @@ class Checkpoints:
                 f"checkpoint {final} could not be written: {error}. Nothing is lost: the same command goes on from the "
                 "checkpoint before, once that is mended"
             ) from error
-        self._ledger.event("checkpoint", {"step": position.step})
+        self._record("checkpoint", {"step": position.step})
         fault_injection.reach(ROLE, "retain", position.step)
         oldest = await self._in_thread(self._retire)
-        self._ledger.retain(checkpoint=max(0, oldest - self._replays))
+        if self._ledger is not None:
+            self._ledger.retain(checkpoint=max(0, oldest - self._replays))
+
+    def _record(self, kind: str, detail: dict[str, Any]) -> None:
+        if self._ledger is not None:
+            self._ledger.event(kind, detail)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a blocking function in a thread. When cancelled it waits for the function's end.
+        """Run a function in a thread. When cancelled it waits for the function's end.
 
         A process that resumes the run must find nobody else in the folder.
         """
@@ -157,10 +150,7 @@ class Checkpoints:
         flush(self.folder)
 
     def _retire(self) -> int:
-        """Delete checkpoints that are no longer kept.
-
-        Returns the step of the oldest one that a resume may fall back on: steps from there on may be trained again.
-        """
+        """Delete surplus checkpoints. Returns the oldest step that a resume may need."""
         complete = self.complete()
         for folder in complete[: -self._keep]:
             step = step_of(folder.name)

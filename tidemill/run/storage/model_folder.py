@@ -57,8 +57,7 @@ def expect_model(model: str) -> None:
 def expect_readable(config: RunConfig) -> None:
     """Raise ValueError if a run could not read its models' folders.
 
-    Checked are missing weights or shapes, the tokenizer and the chat template, also of reference, critic and reward model.
-    No weight is read, but torch is imported.
+    Weights' names and shapes, tokenizers and the chat template are checked. No weight is read, but torch is imported.
     """
     from tidemill.models.hf_weights import check_folder
 
@@ -119,10 +118,7 @@ def vocabulary_of(model: str) -> dict[int, str]:
 
 
 def check_companions(reference: ReferenceSettings | None, critic: CriticSettings | None, model: str) -> None:
-    """Raise ConfigError for a reference or a critic that is missing or reads other tokens.
-
-    Their logprobs and values are of the policy's answers, so they must read its tokens. model: the policy's.
-    """
+    """Raise ConfigError if a reference or critic is missing or reads other tokens."""
     for key, each in (("algorithm.reference.model", reference), ("algorithm.critic.model", critic)):
         if (given := begins_as(each, None, str)) is not None:
             _check_companion(key, given, model)

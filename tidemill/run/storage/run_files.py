@@ -1,7 +1,4 @@
-"""Checks that a run's JSON files hold the keys that are read from them.
-
-A file that was made by hand, or is damaged, is refused in one sentence.
-"""
+"""A run's JSON files: the keys that are read from them, and refusal of damaged ones in one sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import CodecError, ConfigError
+from tidemill.core.serialization import parse_json
 
 
 class _Wait(msgspec.Struct):
@@ -48,7 +46,7 @@ class Failure(msgspec.Struct):
 
 
 class Recipe(msgspec.Struct):
-    """`config.json`: only the key that is read before the whole is checked."""
+    """`config.json`: the key that is read before the whole is checked."""
 
     steps: int
 
@@ -72,10 +70,16 @@ class RunReport(msgspec.Struct):
     held_out: int | None
 
 
-def expect(path: Path, value: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return `value` if it holds what a run writes there. Raises ConfigError, which names the file."""
+def read_json(path: Path, kind: type[msgspec.Struct] | None = None) -> dict[str, Any]:
+    """A JSON object from a file, with the keys of `kind`. Raises ConfigError, which names the file."""
     try:
-        msgspec.convert(value, kind)
+        value = parse_json(path.read_bytes())
+    except (OSError, CodecError) as error:
+        raise ConfigError(f"{path} is not readable as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds {type(value).__name__}, expected an object")
+    try:
+        msgspec.convert(value, kind or dict)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{path} is not what a run writes ({error}): put the run's own back, or move this one away"

@@ -1,11 +1,10 @@
 """The run folder, `runs/NAME/`: names and places of the files that a run leaves.
 
     config.json   format.json   ledger.sqlite   trajectories/   metrics.jsonl   trace.json   report.json   logs/   weights/
-    initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/    profile.json.gz, if it was asked for
-    warm-up/, until there is an initial/: checkpoints of the warm-up
+    initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/    profile.json.gz    warm-up/ (its checkpoints)
     source/ (functions of the notebook or program that began it)    hub.json (commits of models and data from the hub)
 
-The folder is private to its owner. It belongs to one recipe: `claim` refuses to resume under another one.
+It is private to its owner and belongs to one recipe.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from tidemill.controller.controller import ROLE
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import flush, put_in_place, write_json
 from tidemill.core.config import build, dump
-from tidemill.core.errors import CodecError, ConfigError, RunFolderError
-from tidemill.core.serialization import parse_json
+from tidemill.core.errors import ConfigError, RunFolderError
 from tidemill.ledger.lock import FolderLock
 from tidemill.run.recipe import RunConfig
 from tidemill.run.recipe_changes import check_same_run
@@ -30,7 +28,7 @@ from tidemill.run.recipe_files import absolute
 from tidemill.run.status_file import FAILURE, STATUS
 from tidemill.run.storage.folder_format import FILE, check_format, migrated, write_format
 from tidemill.run.storage.model_folder import MADE
-from tidemill.run.storage.run_files import RunReport, expect
+from tidemill.run.storage.run_files import RunReport, read_json
 
 _BEFORE_CONFIG = {"config.json.partial"}
 """Files that a killed start may leave before there is a config.json."""
@@ -87,9 +85,9 @@ class RunFolder:
         self.checkpoints.mkdir(exist_ok=True)
 
     def claim(self, config: RunConfig, begun: bool) -> None:
-        """Write the recipe. A run that has begun is resumed only under its own recipe.
+        """Write the recipe, while holding the ledger's lock. Raises ConfigError.
 
-        Call it while holding the ledger's lock. begun: True once a group was admitted. Raises ConfigError.
+        begun: True once a group was admitted. Then a run is resumed only under its own recipe.
         """
         if begun:
             check_same_run(_as_known_now(self.recipe()), dump(config), self.path)
@@ -103,16 +101,13 @@ class RunFolder:
         write_format(self.path)
 
     def withdraw(self) -> None:
-        """Remove the folder of a refused start, if that start made it and everything in it.
-
-        Nothing here may hide the reason of the refusal.
-        """
+        """Remove the folder of a refused start, if that start made all that is in it."""
         names = {p.name for p in self.path.iterdir() if not p.name.startswith(MADE)} if self._made else set[str]()
         if not self._made or names - _EVERY_START - _EMPTY:
             return
         if any(p.is_file() and p.stat().st_size for name in _EMPTY for p in (self.path / name).rglob("*")):
             return
-        with contextlib.suppress(RunFolderError, OSError):  # another start has taken it, or the disk fails
+        with contextlib.suppress(RunFolderError, OSError):  # nothing here may hide the reason of the refusal
             lock = FolderLock(self.path)  # until it is gone
             try:
                 away = self.path.with_name(f".{self.path.name}.withdrawn")
@@ -140,7 +135,7 @@ class RunFolder:
 
     def reported(self) -> dict[str, Any] | None:
         """The report of a run that came to its end, even if `final` was removed since."""
-        return expect(self.report, read_json(self.report), RunReport) if self.report.is_file() else None
+        return read_json(self.report, RunReport) if self.report.is_file() else None
 
     @property
     def gone(self) -> bool:
@@ -184,17 +179,6 @@ class RunFolder:
         fault_injection.reach(ROLE, "final")
         await export(str(self.final))
         fault_injection.reach(ROLE, "report")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ConfigError."""
-    try:
-        value = parse_json(path.read_bytes())
-    except (OSError, CodecError) as error:
-        raise ConfigError(f"{path} is not readable as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds {type(value).__name__}, expected an object")
-    return value
 
 
 def _as_known_now(recipe: dict[str, Any]) -> dict[str, Any]:
