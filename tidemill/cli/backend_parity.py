@@ -91,9 +91,6 @@ async def check(folder: Path, length: int = 64, seed: int = 0) -> ParityReport:
     return ParityReport(str(folder), arch.family, length, bool(texts), evidence, comparisons)
 
 
-# -- engine ------------------------------------------------------------------------------------------------------------
-
-
 async def _through_engine(
     decoder: Decoder, texts: list[np.ndarray], length: int, seed: int
 ) -> tuple[dict[str, list[ParityRow]], dict[str, int]]:
@@ -175,9 +172,6 @@ def _crowd(arch: Architecture, prompts: list[np.ndarray], length: int) -> tuple[
     return many, build(EngineSettings, sizes | {"device": "cpu", "prefix_cache": False})
 
 
-# -- trainer and transformers ------------------------------------------------------------------------------------------
-
-
 async def _trained(decoder: Decoder, rows: Sequence[tuple[str, list[ParityRow]]]) -> dict[str, list[np.ndarray]]:
     """The trainer's logprobs of the same tokens, by path."""
     every = [row for _, of_path in rows for row in of_path]
@@ -216,9 +210,6 @@ def _reference_logprobs(model: Any, row: ParityRow) -> np.ndarray:
     logits = _reference_logits(model, row.tokens)[row.start - 1 : -1].double() / row.temperature
     targets = torch.from_numpy(row.tokens[row.start :].astype(np.int64))
     return torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1).numpy()
-
-
-# -- folders -----------------------------------------------------------------------------------------------------------
 
 
 def _round_trip(decoder: Decoder, reference: Any, rows: list[ParityRow]) -> list[LogprobComparison]:

@@ -176,7 +176,8 @@ class Drill:
             self._phase(begin, end, self._calm_s, "undisturbed, to compare with")
             with calm.measured():
                 until = min(time.monotonic() + self._calm_s, end)
-                self._wait(lambda until=until: time.monotonic() >= until)
+                while time.monotonic() < until and not self._complete():
+                    self._tick()
             self._phase(begin, end, ROUGH_S, f"with a fault every {self._every_s:g} s on average")
             with rough.measured():
                 self._suffer(begin, min(time.monotonic() + ROUGH_S, end))
@@ -232,10 +233,6 @@ class Drill:
             if status == 2 or self.outcome.starts > 3 + 2 * len(self.outcome.faults):
                 raise RuntimeError(f"the run does not start: status {status}, see {self._folder}.log")
             self._start()
-
-    def _wait(self, done: Callable[[], bool]) -> None:
-        while not done() and not self._complete():
-            self._tick()
 
     def _complete(self) -> bool:
         return (self._folder / "report.json").is_file()
@@ -341,21 +338,17 @@ def _marked(process: psutil.Process, log: str) -> bool:
         return False
 
 
-@contextmanager
-def _ledger(folder: Path) -> Iterator[SqliteLedger | None]:
+def _count(folder: Path, what: Callable[[SqliteLedger], int]) -> int:
     if not (folder / "ledger.sqlite").is_file() or not has_ledger(folder):
-        yield None
-        return
+        return 0
     with SqliteLedger(folder, mode="read") as ledger:
-        yield ledger
+        return what(ledger)
 
 
 def _steps(folder: Path) -> int:
     """The number of steps that have ended, repeated ones included."""
-    with _ledger(folder) as ledger:
-        return ledger.ended_steps() if ledger else 0
+    return _count(folder, SqliteLedger.ended_steps)
 
 
 def _trained(folder: Path) -> int:
-    with _ledger(folder) as ledger:
-        return ledger.counts().trained if ledger else 0
+    return _count(folder, lambda ledger: ledger.counts().trained)

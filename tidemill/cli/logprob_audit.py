@@ -8,7 +8,7 @@ name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from tidemill.trainer.trainer_kinds import TrainerSettings
 ROWS = 64  # trajectories of each version
 DIAGNOSED = 4  # differing trajectories to explain, each in every way that could
 FITTED = 64  # tokens of a trajectory whose whole distribution is compared
-TEMPERATURES = np.geomspace(0.1, 10.0, 41)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +123,6 @@ async def replay(run: RunFolder, rows: int = ROWS) -> Replay:
     return result
 
 
-# -- what there is -----------------------------------------------------------------------------------------------------
-
-
 def _candidates(run: RunFolder) -> Iterator[tuple[Path, int | None]]:
     """Model folders of a run, and the step whose weights they should be; None: the last one's."""
     if run.initial.is_dir():
@@ -185,9 +181,6 @@ def _choose(
             elif len(picked) < rows:
                 picked.append((line.group_id, line.place, trajectory))
     return chosen
-
-
-# -- one version -------------------------------------------------------------------------------------------------------
 
 
 def _native(kind: type[C], used: Config) -> C:
@@ -289,34 +282,18 @@ class _Replayer:
 
 
 def fit_temperature(logits: Array, targets: Array, recorded: Array) -> float:
-    """The temperature at which logits [n, V] best fit recorded logprobs [n]."""
-
-    def distance(temperature: float) -> float:
-        return float(np.abs(_at(logits, targets, temperature) - recorded).mean())
-
-    best = int(np.argmin([distance(t) for t in TEMPERATURES]))
-    low, high = TEMPERATURES[max(best - 1, 0)], TEMPERATURES[min(best + 1, len(TEMPERATURES) - 1)]
-    return _smallest(distance, float(low), float(high))
-
-
-def _smallest(function: Callable[[float], float], low: float, high: float) -> float:
-    """The minimum of `function` between two numbers, to nine digits (golden section)."""
-    ratio = (np.sqrt(5) - 1) / 2
-    for _ in range(45):
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, right) if function(left) < function(right) else (left, high)
-    return (low + high) / 2
+    """The temperature at which logits [n, V] best fit recorded logprobs [n], to nine digits."""
+    low, high = 0.1, 10.0
+    while high / low > 1 + 1e-9:
+        tried = np.geomspace(low, high, 11)
+        best = int(np.argmin([np.abs(_at(logits, targets, each) - recorded).mean() for each in tried]))
+        low, high = tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)]
+    return float(low + high) / 2
 
 
 def _at(logits: Array, targets: Array, temperature: float) -> Array:
     """Logprobs [n] of the targets at this temperature."""
-    scaled = logits / temperature
-    return scaled[np.arange(len(targets)), targets] - _log_sum_exp(scaled)
-
-
-def _log_sum_exp(values: Array) -> Array:
-    most = values.max(-1, keepdims=True)
-    return np.log(np.exp(values - most).sum(-1)) + most[..., 0]
+    return torch.from_numpy(logits / temperature).log_softmax(-1).numpy()[np.arange(len(targets)), targets]
 
 
 def _placed(values: Array, where: Array, trajectory: Trajectory) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import shutil
 import sys
@@ -33,6 +34,12 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _run(module: str, *given: Any, function: str = "") -> None:
+    """Import a command's module, call its function, by default of the same name, and exit with the status."""
+    command = importlib.import_module(f"tidemill.cli.commands.{module}")
+    raise typer.Exit(getattr(command, function or module)(*given))
+
+
 def _starting(what: str, as_json: bool) -> None:
     """Print the first line of a run at once, because its imports take seconds."""
     with contextlib.suppress(OSError, ValueError):  # an unwritable output loses only this line
@@ -52,18 +59,14 @@ def _options(
 def demo(overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Teach a small model, made here, to spell words backward: the whole system in minutes."""
     _starting("the demo: a small model, made here, learns to spell words backward", as_json)
-    from tidemill.cli.commands import training
-
-    raise typer.Exit(training.demo(overrides or [], as_json))
+    _run("training", overrides or [], as_json, function="demo")
 
 
 @app.command("train")
 def train_recipe(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Train by a recipe. On a run that was interrupted, the same command resumes it."""
     _starting(" ".join(["to train by", str(recipe), *(overrides or [])]), as_json)
-    from tidemill.cli.commands import training
-
-    raise typer.Exit(training.by_recipe(recipe, overrides or [], as_json))
+    _run("training", recipe, overrides or [], as_json, function="by_recipe")
 
 
 @app.command()
@@ -72,33 +75,25 @@ def settings(
     as_json: AsJson = False,
 ) -> None:
     """List every key that a recipe may have: its default, its values and its meaning."""
-    from tidemill.cli.commands import settings as command
-
-    raise typer.Exit(command.settings(table, as_json))
+    _run("settings", table, as_json)
 
 
 @app.command()
 def explain(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Explain a recipe: its formulas with their sources, the numbers of a step, memory by process."""
-    from tidemill.cli.commands import explain as command
-
-    raise typer.Exit(command.explain(recipe, overrides or [], as_json))
+    _run("explain", recipe, overrides or [], as_json)
 
 
 @app.command()
 def check(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check whether a recipe fits here: the numbers of a step, memory by process; status 2 if not."""
-    from tidemill.cli.commands import check as command
-
-    raise typer.Exit(command.check(recipe, overrides or [], as_json))
+    _run("check", recipe, overrides or [], as_json)
 
 
 @app.command()
 def new(name: Annotated[str, typer.Argument(help="Name of the folder, and of the environment's file")]) -> None:
     """Begin a task of your own: an environment, a recipe that trains it at once, a test of its reward."""
-    from tidemill.cli.commands import new as starter
-
-    raise typer.Exit(starter.new(name))
+    _run("new", name)
 
 
 @app.command("eval")
@@ -113,9 +108,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure greedy accuracy on held-out tasks, with its uncertainty."""
-    from tidemill.cli.commands import evaluate as command
-
-    raise typer.Exit(command.evaluate(target, recipe, tasks, which, overrides or [], as_json))
+    _run("evaluate", target, recipe, tasks, which, overrides or [], as_json)
 
 
 @app.command()
@@ -128,9 +121,7 @@ def samples(
     as_json: AsJson = False,
 ) -> None:
     """Show replies of the policy, from a run that has ended or goes on."""
-    from tidemill.cli.commands import samples as command
-
-    raise typer.Exit(command.samples(run, step, worst, best, tokens, as_json))
+    _run("samples", run, step, worst, best, tokens, as_json)
 
 
 @app.command()
@@ -140,9 +131,7 @@ def pairs(
     as_json: AsJson = False,
 ) -> None:
     """Write preference pairs from a run: the best and the worst attempt at each task."""
-    from tidemill.cli.commands import pairs as command
-
-    raise typer.Exit(command.pairs(run, out, as_json))
+    _run("pairs", run, out, as_json)
 
 
 @app.command()
@@ -152,17 +141,13 @@ def ledger(
     as_json: AsJson = False,
 ) -> None:
     """Show every group of a run by its fate; status 1 if any was lost."""
-    from tidemill.cli.commands import ledger as command
-
-    raise typer.Exit(command.ledger(run, every, as_json))
+    _run("ledger", run, every, as_json)
 
 
 @app.command()
 def why(run: RunDir, as_json: AsJson = False) -> None:
     """Show what a run waits for and since when, or the first cause of its end."""
-    from tidemill.cli.commands import why as command
-
-    raise typer.Exit(command.why(run, as_json))
+    _run("why", run, as_json)
 
 
 @app.command()
@@ -178,17 +163,13 @@ def drill(
     """Run a recipe while its parts are killed, frozen and starved; status 1 if anything was lost."""
     if not as_json:
         _starting(f"a drill of {recipe}: about {minutes:g} min, and a start and an end of up to 2 min each", False)
-    from tidemill.cli.commands import drill as command
-
-    raise typer.Exit(command.drill(recipe, minutes, every, seed, spare or [], overrides or [], as_json))
+    _run("drill", recipe, minutes, every, seed, spare or [], overrides or [], as_json)
 
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Check this machine, and whether the parts work on it."""
-    from tidemill.cli.commands import doctor as command
-
-    raise typer.Exit(command.doctor(as_json))
+    _run("doctor", as_json)
 
 
 @app.command()
@@ -198,9 +179,7 @@ def parity(
     as_json: AsJson = False,
 ) -> None:
     """Compare the logprobs of engine, trainer and transformers, and those that a run recorded."""
-    from tidemill.cli.commands import parity
-
-    raise typer.Exit(parity.parity(model, length, as_json))
+    _run("parity", model, length, as_json)
 
 
 reward = typer.Typer(help="Test a recipe's reward, or judge a run's attempts again.", no_args_is_help=True)
@@ -218,9 +197,7 @@ def reward_test(
     as_json: AsJson = False,
 ) -> None:
     """Score right, empty and nonsensical replies; status 1 when right ones fail or nonsense passes."""
-    from tidemill.cli.commands import reward as command
-
-    raise typer.Exit(command.test(recipe, answers, overrides or [], as_json))
+    _run("reward", recipe, answers, overrides or [], as_json, function="test")
 
 
 @reward.command("rejudge")
@@ -233,9 +210,7 @@ def reward_rejudge(
     as_json: AsJson = False,
 ) -> None:
     """Judge a run's recorded attempts again, and show which outcomes changed; nothing is overwritten."""
-    from tidemill.cli.commands import rejudge as command
-
-    raise typer.Exit(command.rejudge(run, reward, overrides or [], as_json))
+    _run("rejudge", run, reward, overrides or [], as_json)
 
 
 @app.command()

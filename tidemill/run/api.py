@@ -8,8 +8,8 @@ run.report["accuracy_after"]
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def _to_the_end(running: Coroutine[Any, Any, RunEnded]) -> RunEnded:
 
 def _in_a_thread(running: Coroutine[Any, Any, RunEnded]) -> RunEnded:
     """Run a coroutine in a thread. An interrupt of the wait, such as a notebook's button, stops it."""
-    stop, ended = list[Callable[[], object]](), list[RunEnded | BaseException]()
+    stop = list[Callable[[], object]]()
 
     async def tracked() -> RunEnded:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -112,29 +112,16 @@ def _in_a_thread(running: Coroutine[Any, Any, RunEnded]) -> RunEnded:
         stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
         return await running  # bounded: it is the run itself
 
-    def work() -> None:
+    with ThreadPoolExecutor(1, "tidemill.train") as pool:  # bounded: the run ends its processes within their deadlines
+        ended = pool.submit(asyncio.run, tracked())
         try:
-            ended.append(asyncio.run(tracked()))
-        except BaseException as error:  # raised in the waiting thread
-            ended.append(error)
-
-    thread = threading.Thread(target=work, name="tidemill.train")
-    thread.start()
-    try:
-        _joined(thread)
-    except BaseException:
-        for cancel in stop:
-            cancel()
-        _joined(thread)  # the run ends its processes, each within its deadline
-        raise
-    if isinstance(ended[0], BaseException):
-        raise ended[0]
-    return ended[0]
-
-
-def _joined(thread: threading.Thread) -> None:
-    while thread.is_alive():
-        thread.join(timeout=LOOK_S)
+            while not ended.done():
+                wait([ended], timeout=LOOK_S)
+        except BaseException:
+            for cancel in stop:
+                cancel()
+            raise
+    return ended.result(timeout=0)
 
 
 def _environment(
@@ -152,7 +139,7 @@ def _environment(
             raise ConfigError(f"env is a list with a {type(wrong[0]).__name__}: expected reward functions, or names of them")
         paths = [each if isinstance(each, str) else f"{name_of(each)}:{name_of(each)}" for each in rewards]
         written = {"kind": "python", "path": paths, "reward_weights": [float(weight) for weight in weights]}
-        return written, _of_rewards(rewards, _expected(tasks, ", ".join(paths)), weights)
+        return written, _of_rewards(rewards, tasks, ", ".join(paths), weights)
     if isinstance(env, str | dict | list | tuple):
         if tasks is not None:
             raise ConfigError(
@@ -172,14 +159,12 @@ def _of_object(env: Any, tasks: TaskSource | None) -> EnvironmentMaker:
         return lambda scorer, source: env
     if not callable(env):
         raise ConfigError(f"env is a {type(env).__name__}: expected a name, an environment or a reward function")
-    return _of_rewards(env, _expected(tasks, name_of(env)), ())
+    return _of_rewards(env, tasks, name_of(env), ())
 
 
-def _of_rewards(rewards: Reward | list[Reward], tasks: TaskSource, weights: Sequence[float]) -> EnvironmentMaker:
-    return lambda scorer, source: reward_environment(rewards, tasks, scorer, weights=weights, source=source)
-
-
-def _expected(tasks: TaskSource | None, name: str) -> TaskSource:
+def _of_rewards(
+    rewards: Reward | list[Reward], tasks: TaskSource | None, names: str, weights: Sequence[float]
+) -> EnvironmentMaker:
     if tasks is None:
-        raise ConfigError(f"reward function {name!r} needs tasks: give tasks=[{{'prompt': ..., 'answer': ...}}, ...]")
-    return tasks
+        raise ConfigError(f"reward function {names!r} needs tasks: give tasks=[{{'prompt': ..., 'answer': ...}}, ...]")
+    return lambda scorer, source: reward_environment(rewards, tasks, scorer, weights=weights, source=source)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tidemill.algorithms.mixture import algorithm_of
 from tidemill.controller.admission_buffer import Buffer
@@ -19,7 +19,7 @@ from tidemill.controller.evaluation import Evaluator
 from tidemill.controller.offline_groups import HeldOut, OfflineRoller
 from tidemill.controller.policy_check import Agreement
 from tidemill.controller.rollout import EpisodeSetup, Rollout
-from tidemill.core.interfaces import Environment
+from tidemill.core.interfaces import Environment, Ledger
 from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Version
 from tidemill.observability.time_breakdown import EVALUATE
 from tidemill.run.cluster import Cluster
@@ -89,7 +89,7 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
         recorded or roller,
         cluster.trainer,
         publisher,
-        recorded or ledger,
+        cast(Ledger, recorded or ledger),
         algorithm,
         session.monitor,
         _hooks(session, cluster, checkpoints, evaluate, point),

@@ -11,10 +11,11 @@ before the checkpoint that version is gone: then the run resumes like any other 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tidemill.core.errors import LedgerError, PayloadLost
 from tidemill.core.interfaces import Roller, Trainer
-from tidemill.core.types import Group, Metrics, Task, Version
+from tidemill.core.types import Group, Task
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.resume import ResumePoint, load_newest
 from tidemill.run.storage.checkpoints import Checkpoints
@@ -114,17 +115,8 @@ class Recorded:
         elif (recorded := self._ledger.replay_step(step, incarnation)) != (now := (list(group_ids), list(again))):
             raise _differs(f"step {step} was of groups {recorded}, and is now of {now}")
 
-    def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None:
-        self._ledger.end_step(step, incarnation, metrics)
-
-    def publish(self, version: Version) -> None:
-        self._ledger.publish(version)  # it refuses a fingerprint that differs from the recorded one
-
-    def evaluation(self, step: int, results: Metrics) -> None:
-        self._ledger.evaluation(step, results)
-
-    def event(self, kind: str, detail: dict) -> None:
-        self._ledger.event(kind, detail)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ledger, name)  # which refuses a fingerprint that differs from the recorded one
 
 
 def _differs(what: str) -> LedgerError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from tidemill.ledger.ledger import SqliteLedger
@@ -13,14 +12,6 @@ from tidemill.run.recipe import RunConfig
 
 MOST = 0.5  # share of replies cut off beyond which that is the first thing to mend
 TEST = "`tidemill reward test RECIPE`"
-
-
-@dataclass(frozen=True, slots=True)
-class Unearned:
-    """The likely cause, by name and as a sentence for the user."""
-
-    cause: str  # judging, solved, cut, reward, left out, alike, sampling, unsolved
-    text: str
 
 
 def unearned(ledger: SqliteLedger, config: RunConfig, cut: Counter[Limit] | None = None) -> dict[str, Any] | None:
@@ -34,14 +25,14 @@ def unearned(ledger: SqliteLedger, config: RunConfig, cut: Counter[Limit] | None
     if alike and norm and (earned.best or 0) > 0:  # equal rewards teach, too, if attempts are not compared
         return None
     evaluations, checks = ledger.evaluations(), ledger.events("reward_check")
-    found = cause_of(
+    cause, text = cause_of(
         earned,
         config,
         begun_with=evaluations[0].accuracy if evaluations else None,
         vouched=any(event.detail.get("verdicts", {}).get("gold") == "ok" for event in checks),
         cut=cut,
     )
-    return {"cause": found.cause, "text": f"{_what(earned, ledger.next_step())}: {found.text}"}
+    return {"cause": cause, "text": f"{_what(earned, ledger.next_step())}: {text}"}
 
 
 def _what(earned: Earned, steps: int) -> str:
@@ -56,8 +47,8 @@ def _what(earned: Earned, steps: int) -> str:
 
 def cause_of(
     earned: Earned, config: RunConfig, begun_with: float | None, vouched: bool, cut: Counter[Limit] | None = None
-) -> Unearned:
-    """The likeliest cause, with what to do.
+) -> tuple[str, str]:
+    """The likeliest cause by its name, and a sentence on it and what to do.
 
     begun_with: held-out accuracy before the first step. vouched: a right answer was seen to earn the full score.
     """
@@ -65,23 +56,23 @@ def cause_of(
     if not earned.scored:
         errors = f"{earned.infra_errors:,} infrastructure errors, {earned.unscorable:,} unscorable"
         first = f", the commonest {earned.reason!r}" if earned.reason else ""
-        return Unearned("judging", f"judging failed ({errors}{first}); {TEST} shows it without a run")
+        return "judging", f"judging failed ({errors}{first}); {TEST} shows it without a run"
     if earned.solved == earned.scored:
-        return Unearned("solved", "the model solves every task already; take harder ones")
+        return "solved", "the model solves every task already; take harder ones"
     if earned.cut > MOST * earned.attempts:
-        return Unearned("cut", _cut(earned, config, cut or Counter()))
+        return "cut", _cut(earned, config, cut or Counter())
     if not vouched:
         text = f"no right answer has been seen to earn this reward's full score; {TEST} is the first thing to try"
-        return Unearned("reward", text)
+        return "reward", text
     if earned.varied:
-        return Unearned("left out", _LEFT_OUT.format(varied=earned.varied))
+        return "left out", _LEFT_OUT.format(varied=earned.varied)
     if earned.solved:
-        return Unearned("alike", _ALIKE.format(size=asked.group_size))
+        return "alike", _ALIKE.format(size=asked.group_size)
     if begun_with:
         text = f"greedy replies solved {begun_with:.0%} of the held-out tasks, and sampled ones none; lower "
-        return Unearned("sampling", f"{text}rollout.temperature (now {asked.temperature:g}), or set rollout.top_p")
+        return "sampling", f"{text}rollout.temperature (now {asked.temperature:g}), or set rollout.top_p"
     warm = "" if config.warmup.accuracy else "a warm-up on the tasks' answers (warmup.accuracy = 0.5), "
-    return Unearned("unsolved", _UNSOLVED.format(warm=warm, size=asked.group_size, test=TEST))
+    return "unsolved", _UNSOLVED.format(warm=warm, size=asked.group_size, test=TEST)
 
 
 _LEFT_OUT = (

@@ -37,7 +37,7 @@ def drill(
     screen = console()
     note = (lambda text: None) if as_json else (lambda text: screen.print(text, style="dim"))
     seconds = 60 * minutes
-    parts = Drill(
+    outcome = Drill(
         config,
         [sys.executable, "-m", "tidemill", "train", str(recipe), *lasting],
         seconds=seconds,
@@ -46,8 +46,7 @@ def drill(
         seed=seed,
         spare=spare,
         note=note,
-    )
-    outcome = parts.run()
+    ).run()
     if as_json:
         print_json(asdict(outcome) | {"ok": outcome.ok})
     else:
@@ -57,7 +56,11 @@ def drill(
 
 def _show(run: Path, outcome: Outcome) -> None:
     screen, groups = console(), outcome.groups
-    kinds = ", ".join(f"{n} × {kind}" for kind, n in sorted(_reached(outcome).items()))
+    reached = Counter(f"{fault.what} {fault.whom.partition('-')[0]}" for fault in outcome.faults)
+    kinds = ", ".join(f"{n} × {kind}" for kind, n in sorted(reached.items()))
+    roles = dict[str, list[Life]]()
+    for life in outcome.lives:
+        roles.setdefault(life.name.partition("-")[0], []).append(life)
     back = [f.recovered_s for f in outcome.faults if f.recovered_s is not None]
     typical = f"; the next step ended {statistics.median(back):.1f} s later (median)" if back else ""
     share = outcome.rate / outcome.calm_rate if outcome.calm_rate else 0.0
@@ -68,25 +71,13 @@ def _show(run: Path, outcome: Outcome) -> None:
         ("groups", ", ".join(f"{key} {value}" for key, value in groups.items())),
         ("speed", f"{outcome.calm_rate:.1f} -> {outcome.rate:.1f} groups/s trained: {100 * share:.0f} % of undisturbed"),
     ]
-    rows += [(role, _lived(lives)) for role, lives in sorted(_by_role(outcome.lives).items())]
+    rows += [(role, _lived(lives)) for role, lives in sorted(roles.items())]
     rows.append(("left over", Text("; ".join(outcome.left) or "no process", "bold red" if outcome.left else "")))
     lost = groups.get("lost", 0) or groups.get("trained_twice", 0)
     verdict = Text("NOT conserved", "bold red") if lost else Text("nothing lost, nothing trained twice", "green")
     rows.append(("ledger", verdict))
     screen.print(Text(str(run), "bold"))
     print_rows(screen, rows)
-
-
-def _reached(outcome: Outcome) -> Counter[str]:
-    """The number of faults of each kind, such as "kill engine" -> 3."""
-    return Counter(f"{fault.what} {fault.whom.partition('-')[0]}" for fault in outcome.faults)
-
-
-def _by_role(lives: Sequence[Life]) -> dict[str, list[Life]]:
-    roles: dict[str, list[Life]] = {}
-    for life in lives:
-        roles.setdefault(life.name.partition("-")[0], []).append(life)
-    return roles
 
 
 def _lived(lives: Sequence[Life]) -> str:

@@ -46,16 +46,6 @@ class Subject:
     logs: Path | None = None  # of the run
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """The results of an evaluation."""
-
-    environment: str
-    results: Metrics
-    seconds: float
-    recorded: float | None  # the accuracy that the run's report gives for the same tasks
-
-
 def evaluate(
     target: Path, recipe: Path | None, tasks: int | None, which: Which | None, overrides: Sequence[str], as_json: bool
 ) -> int:
@@ -65,14 +55,14 @@ def evaluate(
             f"nothing judges the tasks of {target}: give env.reward=..., or read held_out_given in its report.json"
         )
     with working("eval", f"{subject.model}: greedy, {subject.tasks:,} held-out tasks", as_json, subject.logs):
-        done = asyncio.run(_run(subject))
+        environment, results, seconds = asyncio.run(_run(subject))
+    known = subject.recorded
+    recorded = known[1] if known is not None and known[0] == results["n"] else None
     if as_json:
-        figures = as_figures(done.results)
-        print_json(
-            {"model": str(subject.model), "environment": done.environment, **figures, "recorded_accuracy": done.recorded}
-        )
+        about = {"model": str(subject.model), "environment": environment}
+        print_json({**about, **as_figures(results), "recorded_accuracy": recorded})
     else:
-        _show(subject, done)
+        _show(f" on {environment}", subject.model, as_figures(results), seconds, recorded)
     return 0
 
 
@@ -127,7 +117,8 @@ def _recorded(folder: RunFolder, which: Which, changed: Sequence[str]) -> tuple[
     return report["held_out"], accuracy
 
 
-async def _run(subject: Subject) -> Evaluated:
+async def _run(subject: Subject) -> tuple[str, Metrics, float]:
+    """The environment's name, the results, and the seconds that they took."""
     config, begin = subject.config, time.monotonic()
     async with (
         scoring_workers(config) as scorer,
@@ -142,9 +133,7 @@ async def _run(subject: Subject) -> Evaluated:
                 pool = EnginePool([Member("engine-0", engine, await engine.capabilities())])
                 evaluator = Evaluator(pool, make_episodes(config, environment, model), config.seed)
                 results = await evaluator(tasks)
-        same = subject.recorded is not None and subject.recorded[0] == results["n"]
-        recorded = subject.recorded[1] if same and subject.recorded else None
-        return Evaluated(environment.name, results, time.monotonic() - begin, recorded)
+        return environment.name, results, time.monotonic() - begin
 
 
 def as_figures(results: Metrics) -> dict[str, Any]:
@@ -153,31 +142,29 @@ def as_figures(results: Metrics) -> dict[str, Any]:
     return {**results, **counts, "accuracy_ci95": [low, high]}
 
 
-def _show(subject: Subject, done: Evaluated) -> None:
-    f = as_figures(done.results)
+def _show(on: str, model: Path, f: Mapping[str, Any], seconds: float, recorded: float | None) -> None:
     low, high = f["accuracy_ci95"]
     accuracy = Text.assemble(
         (f"{f['accuracy']:.4f}", "bold green"), f" ± {f['accuracy_se']:.4f}   95 % CI {low:.3f} to {high:.3f}"
     )
-    if done.recorded is not None:
-        same = done.recorded == f["accuracy"]
-        said = "the run's report says the same" if same else f"the run's report says {done.recorded:.4f}"
+    if recorded is not None:
+        same = recorded == f["accuracy"]
+        said = "the run's report says the same" if same else f"the run's report says {recorded:.4f}"
         accuracy.append(f"   {said}", "dim" if same else "bold yellow")
     failed = f["infra_errors"] + f["unscorable"]
     what = f"{f['infra_errors']:,} infrastructure errors, {f['unscorable']:,} unscorable"
     rows: list[Row] = [
-        ("tasks", f"{f['n']:,} held-out, greedy, in {done.seconds:.1f} s"),
+        ("tasks", f"{f['n']:,} held-out, greedy, in {seconds:.1f} s"),
         ("accuracy", accuracy),
         ("reward", f"{f['reward']:.4f}"),
         ("replies", f"{f['length']:.1f} tokens, {100 * f['truncated']:.1f} % truncated"),
-        *_by_environment(f),
+        *((key.removesuffix("/accuracy"), _share(f, key)) for key in f if key.endswith("/accuracy")),
         ("failed", Text(f"{what}; these count as not solved" if failed else what, "bold red" if failed else "")),
     ]
     screen = console()
-    screen.print(Text.assemble((shown(subject.model), "bold"), f" on {done.environment}"))
+    screen.print(Text.assemble((shown(model), "bold"), on))
     print_rows(screen, rows)
 
 
-def _by_environment(figures: Mapping[str, Any]) -> list[Row]:
-    names = [key.removesuffix("/accuracy") for key in figures if key.endswith("/accuracy")]
-    return [(name, f"{figures[f'{name}/accuracy']:.4f} of {int(figures[f'{name}/n']):,}") for name in names]
+def _share(figures: Mapping[str, Any], key: str) -> str:
+    return f"{figures[key]:.4f} of {int(figures[key.replace('/accuracy', '/n')]):,}"

@@ -57,10 +57,8 @@ def _explained(given: AlgorithmSettings, max_tokens: int) -> dict[str, Any]:
     settings = given.with_longest(max_tokens)  # with values that follow from the longest reply
     loss_by_name(settings.loss_spec())
     parts = parts_of(settings, max_tokens)
-    return {
-        **{"preset": settings.name, "note": NOTES[settings.name], "differs": differing(given)},
-        **{"parts": [asdict(part) for part in parts], "p_hat": p_hat(settings)},
-    }
+    about = {"preset": settings.name, "note": NOTES[settings.name], "differs": differing(given)}
+    return about | {"parts": [asdict(part) for part in parts], "p_hat": p_hat(settings)}
 
 
 def _show(recipe: Path, config: RunConfig, about: Mapping[str, Any]) -> None:
@@ -103,13 +101,12 @@ def _task_rows(about: Mapping[str, Any]) -> list[Row]:
     retired = "off: every task comes again"
     if about["retire"]:
         retired = f"a task of which a whole group was passed at {about['retire']:g} or more does not come again"
-    rows: list[Row] = [("order", f"{order}: {ORDERS[order]}{more}"), ("retirement", retired)]
-    if len(about["environments"]) > 1:
-        rows += [
-            (each["name"], f"{100 * each['share']:.1f} % of the groups, {each['kind']}, {each['algorithm']}")
-            for each in about["environments"]
-        ]
-    return rows
+    environments = [
+        (each["name"], f"{100 * each['share']:.1f} % of the groups, {each['kind']}, {each['algorithm']}")
+        for each in about["environments"]
+    ]
+    rows = [("order", f"{order}: {ORDERS[order]}{more}"), ("retirement", retired)]
+    return [*rows, *(environments if len(environments) > 1 else [])]
 
 
 def _titled(recipe: Path, environment: str, algorithms: int) -> str:

@@ -24,29 +24,21 @@ if TYPE_CHECKING:
 QUIET = (errno.EPIPE, errno.EBADF)
 
 
-class Lenient(io.RawIOBase):
+class Lenient(io.FileIO):
     """A file descriptor for writing. After its first failure everything is discarded."""
 
     def __init__(self, descriptor: int, lost: Callable[[OSError], None]) -> None:
         """Write to `descriptor`. lost: called once, with the first failure."""
-        self._descriptor, self._lost = descriptor, lost
+        super().__init__(descriptor, "w", closefd=False)
+        self._lost = lost
         self.failure: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
 
     def write(self, data: ReadableBuffer, /) -> int:
         while self.failure is None:
             try:
-                return os.write(self._descriptor, data)
+                return os.write(self.fileno(), data)
             except BlockingIOError:
-                select.select([], [self._descriptor], [], 1.0)  # then try again, as a blocking write would
+                select.select([], [self], [], 1.0)  # then try again, as a blocking write would
             except OSError as error:
                 self.failure = error
                 self._lost(error)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,7 +103,12 @@ class Checkpoints:
 
     def complete(self) -> list[Path]:
         """Checkpoints with a readable manifest, oldest first. Their files are not verified."""
-        return [folder for folder in self._ours() if _is_complete(folder)]
+        found = list[Path]()
+        for folder in self._ours():
+            with suppress(CheckpointError):
+                read_manifest(folder)
+                found.append(folder)
+        return found
 
     async def _write(self, trainer: Trainer, position: Position) -> None:
         final = self.folder / name_of(position.step)
@@ -197,11 +203,3 @@ class Checkpoints:
         if text not in self._told:
             self._told.add(text)
             self._note(text)
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        read_manifest(folder)
-    except CheckpointError:
-        return False
-    return True
