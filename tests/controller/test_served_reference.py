@@ -18,7 +18,7 @@ from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
-from tidemill.run.recipe_changes import check_same_run
+from tidemill.run.recipe_files import check_same_run
 from tidemill.run.roles import placed
 from tidemill.run.storage.run_folder import RunFolder
 

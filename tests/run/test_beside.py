@@ -10,8 +10,7 @@ from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError
 from tidemill.envs.environment_settings import environments_of
 from tidemill.run.recipe import load_recipe
-from tidemill.run.recipe_changes import check_same_run
-from tidemill.run.recipe_files import absolute, same_file
+from tidemill.run.recipe_files import absolute, check_same_run, same_file
 
 ENVS = {
     "mytask.py:f": lambda env: env.path,

@@ -9,7 +9,7 @@ from ledger.ledger_cases import group, task
 from tidemill.core.types import Score
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.recipe_tables import ReplaySettings
-from tidemill.run.replay_buffer import Experience
+from tidemill.run.task_source import Experience
 
 
 def test_the_widest_spread_is_trained_again_and_not_too_often(tmp_path: Path):

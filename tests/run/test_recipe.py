@@ -11,7 +11,7 @@ from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError
 from tidemill.run.planner import plan
 from tidemill.run.recipe import RunConfig, load_recipe
-from tidemill.run.recipe_changes import MAY_CHANGE, check_same_run
+from tidemill.run.recipe_files import MAY_CHANGE, check_same_run
 
 BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
 

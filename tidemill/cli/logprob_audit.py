@@ -87,8 +87,6 @@ class VersionReplay:
 
 @dataclass(slots=True)
 class Replay:
-    """The result of an audit."""
-
     dtype: str
     limit: Limit
     versions: list[VersionReplay] = field(default_factory=list)
@@ -190,8 +188,6 @@ def _native(kind: type[C], used: Config) -> C:
 
 
 class _Replayer:
-    """Computes with the weights of one folder as the run did."""
-
     def __init__(self, config: RunConfig, stored: Sequence[Stored], where: Stored, limit: Limit) -> None:
         self._config, self._stored, self._where, self._limit = config, stored, where, limit
         self._decoder = load_folder(where.folder)
@@ -292,7 +288,6 @@ def fit_temperature(logits: Array, targets: Array, recorded: Array) -> float:
 
 
 def _at(logits: Array, targets: Array, temperature: float) -> Array:
-    """Logprobs [n] of the targets at this temperature."""
     return torch.from_numpy(logits / temperature).log_softmax(-1).numpy()[np.arange(len(targets)), targets]
 
 

@@ -14,16 +14,12 @@ JUDGED_S = GROWN_S + WINDOW_S  # seconds of age from which growth is reported
 
 @dataclass(frozen=True, slots=True)
 class RunSize:
-    """Size of one process."""
-
     resident_mb: float
     files: int  # open descriptors
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One measurement of a process."""
-
     name: str  # its name at that time: a role is forked before it reports its name
     age: float
     size: RunSize

@@ -26,12 +26,11 @@ from tidemill.run.cluster import Cluster
 from tidemill.run.deterministic_resume import Recorded, take_up_exactly
 from tidemill.run.planner.plan import RunPlan
 from tidemill.run.recipe import RunConfig
-from tidemill.run.replay_buffer import Experience
 from tidemill.run.resume import ResumePoint, take_up
 from tidemill.run.storage.checkpoint_manifest import Position
 from tidemill.run.storage.checkpoints import Checkpoints
 from tidemill.run.storage.model_folder import ModelFolder
-from tidemill.run.task_source import curriculum_of, giving, remembered
+from tidemill.run.task_source import Experience, curriculum_of, giving, remembered
 
 if TYPE_CHECKING:
     from tidemill.run.session import Session
@@ -62,11 +61,11 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
     else:
         size, greedy = config.rollout.group_size, any(each.wants_greedy for each in config.algorithms.values())
         roller, held_out = Rollout(cluster.pool, episodes, size, config.seed, session.monitor.beside, greedy), None
-
-    def unchanged(version: Version, why: str) -> None:
-        session.record_event("weights_unchanged", {"version": str(version), "why": why})
-
-    publisher = PoolPublisher(cluster.trainer, cluster.pool, unchanged)
+    publisher = PoolPublisher(
+        cluster.trainer,
+        cluster.pool,
+        lambda version, why: session.record_event("weights_unchanged", {"version": str(version), "why": why}),
+    )
     evaluate = _evaluation(session, Evaluator(cluster.pool, episodes, config.seed), held_out)
     algorithm.recall(ledger.metrics_of, session.note)
     exact = await take_up_exactly(ledger, checkpoints, cluster.trainer, session.note) if config.deterministic else None
@@ -109,7 +108,6 @@ def _checkpoints(session: Session) -> Checkpoints:
 
 
 def position(controller: Controller, steps: int) -> dict[str, Any]:
-    """The run's position now, for `status.json`."""
     buffer = controller.buffer
     versions = [version.step for version in controller.versions.values()]
     slots = {"slots": buffer.slots, "used": buffer.used, "finished": buffer.ready}

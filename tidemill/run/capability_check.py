@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -33,8 +33,8 @@ def check_engine(kind: str, can: Capabilities, config: RunConfig, role: str, ext
                 "'score'; set placement.reference_engines = 0, or take another kind of engine"
             )
         return []
-    _expect_support(engine, can, config)
-    _expect_proof(engine, can, config)
+    for refused in _refusals(engine, can, config):
+        raise ConfigError(refused)
     _expect_extras(engine, can, config, extras)
     if "full" not in can.updates.kinds:  # what every trainer publishes
         transport = config.placement.sync.kind_name
@@ -47,34 +47,27 @@ def check_engine(kind: str, can: Capabilities, config: RunConfig, role: str, ext
     return [f"{engine}: {said}" for holds, said in told if holds]
 
 
-def _expect_support(engine: str, can: Capabilities, config: RunConfig) -> None:
-    """Raise ConfigError if sampling is truncated and the engine does not report the kept tokens."""
-    r = config.rollout
+def _refusals(engine: str, can: Capabilities, config: RunConfig) -> Iterator[str]:
+    """Sentences on what sampling or the proof of new weights needs and the engine lacks."""
+    r, received = config.rollout, f"{engine} proves only what it received (proof = 'received')"
     truncated = {"top_p": r.top_p < 1, "top_k": r.top_k > 0, "min_p": r.min_p > 0}
-    if not can.support and (asked := [key for key, on in truncated.items() if on]):
-        raise ConfigError(
-            f"rollout.{asked[0]} = {getattr(r, asked[0])}: {engine} lacks the capability 'support', the tokens that each "
-            f"one was chosen from; leave out rollout.{asked[0]}, or take another kind of engine"
+    for key in [key for key, on in truncated.items() if on and not can.support]:
+        yield (
+            f"rollout.{key} = {getattr(r, key)}: {engine} lacks the capability 'support', the tokens that each one was "
+            f"chosen from; leave out rollout.{key}, or take another kind of engine"
         )
-
-
-def _expect_proof(engine: str, can: Capabilities, config: RunConfig) -> None:
-    """Raise ConfigError unless new weights are verified; merely received ones need probes, too."""
     if can.proof == "none":
-        raise ConfigError(
+        yield (
             f"{engine} lacks the capability 'proof': it cannot show which weights it serves, and nothing is trained on "
             "tokens of an unknown policy; take another kind of engine"
         )
     if can.proof == "received" and not can.score:
-        raise ConfigError(
-            f"{engine} proves only what it received (proof = 'received') and lacks the capability 'score', by which it "
-            "could be held against the trainer; take another kind of engine"
+        yield (
+            f"{received} and lacks the capability 'score', by which it could be held against the trainer; take another kind "
+            "of engine"
         )
     if can.proof == "received" and not config.record.probe_every:
-        raise ConfigError(
-            f"record.probe_every = 0: {engine} proves only what it received (proof = 'received'), so probes must hold it "
-            "against the trainer; set record.probe_every = 5"
-        )
+        yield (f"record.probe_every = 0: {received}, so probes must hold it against the trainer; set record.probe_every = 5")
 
 
 def _expect_extras(engine: str, can: Capabilities, config: RunConfig, extras: Sequence[TokenExtra]) -> None:

@@ -84,7 +84,6 @@ class Recorded:
         return await self._roller.rollout(group_id, task)
 
     async def _sampled_again(self, group_id: int, task: Task, reason: str) -> Group:
-        """Sample an unreadable group again, with the same weights and the same seeds."""
         group = await self._roller.rollout(group_id, task)
         if not self._ledger.record_again(group):
             self._ledger.event("sampled_otherwise", {"group": group_id})  # the next start does not try this again

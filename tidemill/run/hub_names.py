@@ -8,7 +8,7 @@ from typing import Any
 
 from tidemill.core.atomic_files import write_json
 from tidemill.core.hub import Kind, fetch, is_name
-from tidemill.envs.environment_settings import AnyEnv, PythonSettings, RowsSettings
+from tidemill.envs.environment_settings import AnyEnv, PythonSettings, RowsSettings, environments_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.run_files import read_json
 
@@ -38,9 +38,8 @@ def fetched(
 
     changed: dict[str, Any] = {"model": folder(config.model, "model")}
     if data:
-        several = isinstance(config.env, tuple)
-        each = [_with_data(env, folder) for env in (config.env if isinstance(config.env, tuple) else (config.env,))]
-        changed["env"] = tuple(each) if several else each[0]
+        each = tuple(_with_data(env, folder) for env in environments_of(config.env))
+        changed["env"] = each if isinstance(config.env, tuple) else each[0]
     if record is not None and found != known:
         write_json(record, found)
     return config.model_copy(update=changed)

@@ -70,10 +70,8 @@ class PlacementSetup:
 
 
 def local(settings: BasePlacementSettings, setup: PlacementSetup) -> Placement:
-    """Builder: a process for each role."""
     return Local(setup.logs, start_deadline=setup.start_deadline, liveness=setup.liveness)
 
 
 def inline(settings: BasePlacementSettings, setup: PlacementSetup) -> Placement:
-    """Builder: every role in this process."""
     return Inline(setup.build)

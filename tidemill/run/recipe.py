@@ -5,7 +5,8 @@ Each table is the settings class of the component it names. There is no torch he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -95,7 +96,6 @@ class RunConfig(Config):
 
     @property
     def critic(self) -> CriticSettings | None:
-        """The critic that the algorithms ask for, or None."""
         return next((each.critic for each in self.algorithms.values() if each.critic), None)
 
     @property
@@ -105,7 +105,6 @@ class RunConfig(Config):
 
     @property
     def scores(self) -> bool:
-        """True when a reward model is trained."""
         return any(each.scores for each in self.algorithms.values())
 
     @classmethod
@@ -136,84 +135,69 @@ class RunConfig(Config):
             raise ValueError(
                 f"algorithm = {self.algorithm.name!r} applies to no group: every environment has its own; leave it out"
             )
-        self._expect_weights()
-        self._expect_order()
-        self._expect_replay()
-        self._expect_sampled_or_offline()
-        if self.deterministic and self.rollout.window > 1:
-            raise ValueError(
-                f"deterministic = true: rollout.window = {self.rollout.window} takes groups as they finish; set it to 1"
-            )
-        self._expect_servable()
-        widest = self.max_lag * self.rollout.groups + 1
-        if self.rollout.window > widest:
-            raise ValueError(
-                f"rollout.window = {self.rollout.window}: at most max_lag * rollout.groups + 1 = {widest} keeps the bound"
-            )
+        for conflict in chain(
+            self._data_conflicts(), self._offline_conflicts(), self._window_conflicts(), self._reference_conflicts()
+        ):
+            raise ValueError(conflict)
         return self
 
-    def _expect_servable(self) -> None:
-        """Raise ValueError if engines cannot compute the reference's logprobs."""
-        reference, r, count = self.reference, self.rollout, self.placement.reference_engines
-        if not count:
-            return
-        given = f"placement.reference_engines = {count}"
-        if reference is None:
-            raise ValueError(f"{given}: there is no reference to serve; set algorithm.reference, or leave the engines out")
-        if reference.every:
-            raise ValueError(
-                f"{given}: a reference that is served never moves; set algorithm.reference.every = 0, or 0 engines for it"
-            )
-        if r.top_p < 1 or r.top_k or r.min_p:
-            raise ValueError(
-                f"{given}: an engine scores over the whole vocabulary, and rollout.top_p, top_k and min_p leave out a part "
-                "of it; leave them off, or set 0 engines for the reference"
-            )
-
-    def _expect_weights(self) -> None:
+    def _data_conflicts(self) -> Iterator[str]:
+        replay, groups = self.data.replay, self.rollout.groups
         for env in environments_of(self.env):
             if getattr(env, "reward_weights", ()) and (env.own_algorithm or self.algorithm).advantage == "gdpo":
-                raise ValueError(
+                yield (
                     "env.reward_weights does not go with gdpo, which weighs each reward after it is normalised: give "
                     "algorithm = { name = 'gdpo', weights = { NAME = 0.5 } }"
                 )
-
-    def _expect_order(self) -> None:
         if self.deterministic and (self.data.order != "shuffled" or self.data.retire):
-            raise ValueError(
+            yield (
                 f"deterministic = true: data.order = {self.data.order!r} with data.retire = {self.data.retire:g} chooses by "
                 "what has come back when a task is asked for, which depends on time; use 'shuffled' and 0"
             )
-
-    def _expect_replay(self) -> None:
-        replay, groups = self.data.replay, self.rollout.groups
         if 0 < replay.share * groups < 1:
-            raise ValueError(
+            yield (
                 f"data.replay.share = {replay.share:g} of rollout.groups = {groups} is less than one group: raise it to "
                 f"{1 / groups:g} at least, or set 0"
             )
 
-    def _expect_sampled_or_offline(self) -> None:
+    def _offline_conflicts(self) -> Iterator[str]:
         if not (given := self.offline):
             if not self.judged:
-                raise ValueError(
+                yield (
                     "env.reward is empty: expected exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION; "
                     "only what learns the rows' own replies (sft, dpo, ipo, orpo, simpo, kto) needs none"
                 )
             return
         if self.warmup.accuracy:
-            raise ValueError(
+            yield (
                 f"warmup.accuracy = {self.warmup.accuracy:g} does not go with given = {given!r}: take as the model the "
                 "final/ of a run of sft"
             )
         if self.data != DataSettings():
-            raise ValueError(
-                f"data.order, retire and replay go by what a policy earned, and given = {given!r} samples nothing"
-            )
+            yield f"data.order, retire and replay go by what a policy earned, and given = {given!r} samples nothing"
         fresh = RolloutSettings()
-        if changed := [name for name in OF_SAMPLING if getattr(self.rollout, name) != getattr(fresh, name)]:
-            raise ValueError(
-                f"rollout.{changed[0]} does not apply to given = {given!r}: nothing is sampled, and evaluation is greedy"
+        for name in OF_SAMPLING:
+            if getattr(self.rollout, name) != getattr(fresh, name):
+                yield f"rollout.{name} does not apply to given = {given!r}: nothing is sampled, and evaluation is greedy"
+
+    def _window_conflicts(self) -> Iterator[str]:
+        window, widest = self.rollout.window, self.max_lag * self.rollout.groups + 1
+        if self.deterministic and window > 1:
+            yield f"deterministic = true: rollout.window = {window} takes groups as they finish; set it to 1"
+        if window > widest:
+            yield f"rollout.window = {window}: at most max_lag * rollout.groups + 1 = {widest} keeps the bound"
+
+    def _reference_conflicts(self) -> Iterator[str]:
+        reference, r, count = self.reference, self.rollout, self.placement.reference_engines
+        given = f"placement.reference_engines = {count}"
+        if count and reference is None:
+            yield f"{given}: there is no reference to serve; set algorithm.reference, or leave the engines out"
+        if count and reference is not None and reference.every:
+            yield f"{given}: a reference that is served never moves; set algorithm.reference.every = 0, or 0 engines for it"
+        if count and (r.top_p < 1 or r.top_k or r.min_p):
+            yield (
+                f"{given}: an engine scores over the whole vocabulary, and rollout.top_p, top_k and min_p leave out a part "
+                "of it; leave them off, or set 0 engines for the reference"
             )
 
 

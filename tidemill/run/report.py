@@ -137,7 +137,6 @@ def judging(totals: Totals) -> dict[str, Any]:
 
 
 def _time(spent: Account, tokens: int) -> dict[str, Any]:
-    """Seconds of training, tokens a second, and the shares of that time by what was done."""
     wall = spent.wall.get(CONTROLLER, 0.0)
     shares = spent.overall() | {"reward": spent.judged / wall} if wall else {}
     return {

@@ -43,8 +43,6 @@ TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
 
 
 class PreparationSpec(Config):
-    """Spec of the process that prepares a run."""
-
     role: str = "preparation"
     name: str = "preparation"
     recipe: RunConfig
@@ -73,7 +71,6 @@ def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """The engine of the kind that its settings name."""
     from tidemill.weight_sync.transport import make_receiver
 
     receiver = None if spec.transport is None else make_receiver(spec.transport)
@@ -84,7 +81,6 @@ def build_engine(spec: EngineSpec) -> Engine:
 
 
 def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
-    """The trainer of the kind that its settings name."""
     from tidemill.weight_sync.transport import make_sender
 
     sender, cores = make_sender(spec.sync, spec.folder), _cores(spec.core_share, spec.trainer.device)

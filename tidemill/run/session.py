@@ -40,12 +40,12 @@ from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.hub_names import fetched
 from tidemill.run.planner.plan import plan_of
 from tidemill.run.preflight.start_checks import (
+    audit_rewards,
     describe,
     expect_files,
     expect_same_tasks,
     in_one_sentence,
     note_changed_code,
-    vouch_each,
 )
 from tidemill.run.recipe import RunConfig
 from tidemill.run.report import make_report
@@ -180,7 +180,7 @@ class Session:
         if ledger.next_group_id() > 0:
             expect_same_tasks(curriculum_of(config, environment), ledger, folder.path)
         elif config.judged:
-            await vouch_each(self)
+            await audit_rewards(self)
         self._began, self._steps_before = time.monotonic(), ledger.next_step()
         await whole.enter_async_context(self._processes)
 
@@ -228,12 +228,10 @@ class Session:
         await asyncio.sleep(pause)
 
     def record_event(self, kind: str, detail: dict[str, Any]) -> None:
-        """Record an event in the ledger and show it to the user."""
         self.ledger.event(kind, detail)
         self.note(worded(kind, detail).partition("\n")[0])
 
     def _make_environment(self, scorer: RewardPool) -> Environment:
-        """The environment, its code in worker processes where it can be."""
         config, source, budget = self.config, self.folder.source, budget_of(self.config.supervise)
 
         def lost(reason: str) -> float:

@@ -94,11 +94,10 @@ async def warm_start(session: Session) -> WarmStart:
 async def _warm_up(session: Session, own: Path, made: Path) -> WarmedUp:
     """Warm up, from the newest checkpoint in `own`, and export the model to `made`."""
     config, model, note, plan = session.config, session.model, session.note, warm_up_plan(session.config)
-
-    def tell(kind: str, detail: dict[str, Any]) -> None:
-        note(f"{kind}: {detail}")
-
-    async with start_cluster(plan, model.path, session.folder, session.placement, tell) as cluster:
+    starting = start_cluster(
+        plan, model.path, session.folder, session.placement, lambda kind, about: note(f"{kind}: {about}")
+    )
+    async with starting as cluster:
         async with cluster.watched():
             checkpoints = Checkpoints(own, None, note)
 

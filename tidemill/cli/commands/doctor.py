@@ -36,12 +36,15 @@ STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """A finding about this machine, with advice."""
-
     name: str
     status: Status
     found: str
     advice: str = ""  # what to do; empty when there is nothing to do
+
+    @classmethod
+    def unless(cls, bad: bool, name: str, found: str, advice: str, status: Status = "warn") -> DoctorFinding:
+        """A finding that is ok, or of `status` with advice if it is bad."""
+        return cls(name, status, found, advice) if bad else cls(name, "ok", found)
 
 
 def doctor(as_json: bool) -> int:
@@ -74,37 +77,30 @@ def python() -> DoctorFinding:
 
 
 def sqlite() -> DoctorFinding:
-    if sqlite3.sqlite_version_info < (3, 37):
-        return DoctorFinding(
-            "SQLite", "fail", sqlite3.sqlite_version, "the ledger needs 3.37 or newer: use a Python that brings one"
-        )
-    return DoctorFinding("SQLite", "ok", sqlite3.sqlite_version)
+    advice = "the ledger needs 3.37 or newer: use a Python that brings one"
+    return DoctorFinding.unless(sqlite3.sqlite_version_info < (3, 37), "SQLite", sqlite3.sqlite_version, advice, "fail")
 
 
 def cores() -> DoctorFinding:
     usable, there = usable_cores(), os.cpu_count() or 1
     found = f"{usable} usable" if usable == there else f"{usable} usable of {there}"
-    if usable < 2:
-        advice = "engine and trainer take turns on one core: runs work, but training and sampling do not overlap"
-        return DoctorFinding("cores", "warn", found, advice)
-    return DoctorFinding("cores", "ok", found)
+    advice = "engine and trainer take turns on one core: runs work, but training and sampling do not overlap"
+    return DoctorFinding.unless(usable < 2, "cores", found, advice)
 
 
 def memory() -> DoctorFinding:
     total, free = memory_bytes()
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    if free < 1.5 * GIB:
-        return DoctorFinding("memory", "warn", found, "a run of the smallest models needs about 1.5 GiB: end other programs")
-    return DoctorFinding("memory", "ok", found)
+    advice = "a run of the smallest models needs about 1.5 GiB: end other programs"
+    return DoctorFinding.unless(free < 1.5 * GIB, "memory", found, advice)
 
 
 def shared_memory() -> DoctorFinding:
     """The kind of shared memory for weights. The self-test shows that it works."""
+    found = "files in the run folder: this system has no anonymous ones that others can open"
     if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        return DoctorFinding("shared memory", "ok", "anonymous memory files, limited by the memory alone")
-    return DoctorFinding(
-        "shared memory", "ok", "files in the run folder: this system has no anonymous ones that others can open"
-    )
+        found = "anonymous memory files, limited by the memory alone"
+    return DoctorFinding("shared memory", "ok", found)
 
 
 def disk(folder: Path) -> DoctorFinding:
@@ -114,11 +110,8 @@ def disk(folder: Path) -> DoctorFinding:
         return DoctorFinding(
             "disk", "warn", f"{folder} cannot be written to", "give a run_dir elsewhere, or change to another folder"
         )
-    if free < 2 * GIB:
-        return DoctorFinding(
-            "disk", "warn", found, "checkpoints and trajectories take space: free some, or put run_dir elsewhere"
-        )
-    return DoctorFinding("disk", "ok", found)
+    advice = "checkpoints and trajectories take space: free some, or put run_dir elsewhere"
+    return DoctorFinding.unless(free < 2 * GIB, "disk", found, advice)
 
 
 def extras() -> DoctorFinding:
@@ -128,10 +121,8 @@ def extras() -> DoctorFinding:
     parts = [extra for extra, found in state.items() if any(found) and not all(found)]
     missing = [extra for extra, found in state.items() if not any(found)]
     found = f"{', '.join(here) or 'none'} installed" + (f"; not {', '.join(missing)}" if missing else "")
-    if parts:
-        names = ",".join(parts)
-        return DoctorFinding("extras", "warn", f"{found}; in part: {', '.join(parts)}", f"pip install 'tidemill[{names}]'")
-    return DoctorFinding("extras", "ok", found)
+    found += f"; in part: {', '.join(parts)}" if parts else ""
+    return DoctorFinding.unless(bool(parts), "extras", found, f"pip install 'tidemill[{','.join(parts)}]'")
 
 
 def torch_build() -> DoctorFinding:

@@ -95,6 +95,5 @@ def _lived(lives: Sequence[Life]) -> str:
 
 
 def _range(values: Sequence[float], form: str) -> str:
-    """The lowest to the highest value, or the one value that all share."""
     low, high = (format(bound, f"+{form}") for bound in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"

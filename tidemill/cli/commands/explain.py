@@ -71,7 +71,6 @@ def _show(recipe: Path, config: RunConfig, about: Mapping[str, Any]) -> None:
 
 
 def _tasks_of(config: RunConfig, algorithms: Mapping[str, Any]) -> dict[str, Any]:
-    """Order, retirement and environments as plain data. algorithms: descriptions by environment."""
     environments, data = environments_of(config.env), config.data
     total = sum(each.weight for each in environments)
     named = [

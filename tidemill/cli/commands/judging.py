@@ -54,7 +54,6 @@ def _tell(path: Path) -> None:
 
 @asynccontextmanager
 async def scoring_workers(config: RunConfig) -> AsyncIterator[RewardPool]:
-    """The pool of scoring workers that a recipe describes."""
     scorer = RewardPool(**config.scoring.workers_as())
     try:
         yield scorer

@@ -95,7 +95,6 @@ def _versions(versions: Sequence[Version]) -> str:
 
 
 def _few(evaluations: Sequence[EvalRecord]) -> Sequence[EvalRecord]:
-    """The first evaluation, the last, and a few between."""
     stride = max(1, -(-len(evaluations) // FEW))
     return [e for i, e in enumerate(evaluations) if i % stride == 0 or e is evaluations[-1]]
 

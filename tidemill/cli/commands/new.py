@@ -90,7 +90,6 @@ def new(name: str) -> int:
 
 
 def files(name: str) -> dict[str, str]:
-    """The contents of the files, by name."""
     return {
         f"{name}.py": ENVIRONMENT,
         "recipe.toml": RECIPE.format(name=name),

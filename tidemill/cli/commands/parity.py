@@ -92,7 +92,6 @@ def _screen() -> Console:
 
 
 def _table(title: str, head: str, rows: Iterable[tuple[Sequence[LogprobComparison], str]]) -> Table:
-    """A line for each source of tokens, with the figures of each pair of sides and the verdict."""
     listed = list(rows)
     pairs = list(dict.fromkeys(c.pair for compared, _ in listed for c in compared))
     table = Table(title=title, title_justify="left")

@@ -89,7 +89,6 @@ def show(all_of: list[Section], memory: Mapping[str, Any] | None) -> None:
 
 
 def _processes(memory: Mapping[str, Any], width: int) -> Table:
-    """Table of the processes' memory and its largest parts."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("  process", min_width=width + INDENT, style="dim")
     table.add_column("number", justify="right")

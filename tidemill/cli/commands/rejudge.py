@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,7 +66,7 @@ def rejudge(run: Path, reward: str | None, overrides: Sequence[str], as_json: bo
         found = asyncio.run(_judge_all(ledger, config, reward))
         ledger.event("rejudged", {"judge": found.judge, "attempts": found.attempts, "changed": len(found.changed)})
     if as_json:
-        print_json({"run": str(run), **{name: getattr(found, name) for name in Rejudged.__slots__}})
+        print_json({"run": str(run), **asdict(found)})
     else:
         _show(run, found)
     return 0

@@ -21,7 +21,7 @@ from tidemill.envs.json_lines import json_lines
 from tidemill.envs.tasks import check_data
 from tidemill.observability.safe_text import visible
 from tidemill.run.hub_names import fetched
-from tidemill.run.preflight.reward_audit import Check, Line, Own, check
+from tidemill.run.preflight.reward_audit import Check, Own, check
 from tidemill.run.recipe import RunConfig, load_recipe
 
 TASKS = 32
@@ -105,15 +105,11 @@ def _show(found: Check) -> None:
     for title in ("kind", "n", "mean score", "passed", "unscorable", "errors", "slowest", "verdict"):
         table.add_column(title, justify="left" if title in ("kind", "verdict") else "right", no_wrap=True)
     for line in found.lines:
-        table.add_row(*_cells(line))
+        mean = "–" if line.mean is None else f"{line.mean:.3f}"
+        slowest = "–" if line.slowest_s is None else f"{line.slowest_s:.2f} s"
+        counts = (f"{count:,}" for count in (line.passed, line.unscorable, line.infra_errors))
+        verdict = Text(line.verdict, COLOURS[line.verdict])
+        table.add_row(*map(Text, [line.kind, str(line.n), mean, *counts, slowest]), verdict)
     screen.print(table)
     if whys := {line.why: line.kind for line in reversed(found.lines) if line.why}:
         print_rows(screen, [(kind, visible(why)) for why, kind in reversed(whys.items())])
-
-
-def _cells(line: Line) -> list[Text]:
-    mean = "–" if line.mean is None else f"{line.mean:.3f}"
-    slowest = "–" if line.slowest_s is None else f"{line.slowest_s:.2f} s"
-    counts = (line.passed, line.unscorable, line.infra_errors)
-    plain = [line.kind, str(line.n), mean, *(f"{count:,}" for count in counts), slowest]
-    return [*map(Text, plain), Text(line.verdict, COLOURS[line.verdict])]

@@ -64,12 +64,10 @@ def model_of(path: Path) -> Path:
 
 
 def is_run(path: Path) -> bool:
-    """True for the folder of a run."""
     return (path / "ledger.sqlite").is_file()
 
 
 def state_of(folder: RunFolder) -> State:
-    """The state of the run in a folder."""
     status, failure, report = _if_there(folder, STATUS, Status), _if_there(folder, FAILURE, Failure), None
     pid = holder(folder.path)
     if pid is not None:

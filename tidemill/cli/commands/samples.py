@@ -25,10 +25,7 @@ from tidemill.observability.safe_text import visible
 from tidemill.run.storage.run_folder import RunFolder
 
 LIMIT = 10  # trajectories, unless a number is given
-LIKELY, UNLIKELY = (
-    math.log(0.5),
-    math.log(0.1),
-)  # logprobs above which a token is likely, and below which it is a surprise
+LIKELY, UNLIKELY = (math.log(0.5), math.log(0.1))  # logprobs above which a token is likely, and below which it is a surprise
 
 
 def samples(run: Path, step: int | None, worst: int | None, best: int | None, tokens: bool, as_json: bool) -> int:
@@ -109,7 +106,6 @@ def _reader(folder: RunFolder) -> Tokenizer | None:
 
 
 def _title(row: SampleRow, payload: Trajectory | None) -> Text:
-    """One line: the sample's fate, its reward, and how it ended."""
     fate = f"step {row.step + 1}" if row.step is not None else f"dropped: {row.reason}" if row.fate else "pending"
     facts = [
         f"sample {row.group_id}.{row.place}",
@@ -142,7 +138,6 @@ def judged_text(outcome: str, reward: float | None, reason: str | None) -> Text:
 
 
 def _later(row: SampleRow) -> list[Row]:
-    """Judgements that were added after the one that training uses."""
     return [
         ("judged again", judged_text(j.outcome, j.reward, j.reason).append(f" by {visible(j.judge)}")) for j in row.later
     ]
@@ -155,7 +150,6 @@ def _weights(row: SampleRow) -> str:
 
 
 def _lost(row: SampleRow, payload: Trajectory | None) -> list[Row]:
-    """A remark for an attempt whose tokens are gone."""
     if payload is not None:
         return []
     why = "removed by retention" if row.gone else "unreadable, the file in trajectories/ is damaged or gone"

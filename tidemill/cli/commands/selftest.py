@@ -102,9 +102,8 @@ async def compare(trainer: Trainer, engine: Engine) -> DoctorFinding:
         compared.add(logprobs, values[sample.mask], np.flatnonzero(sample.mask))
     gap = compared.gap
     found = f"engine and trainer differ by at most {gap.maximum:.0e} nats over {gap.tokens + gap.not_finite} sampled tokens"
-    if compared.ok:
-        return DoctorFinding("parity", "ok", found)
-    return DoctorFinding("parity", "fail", f"{found}; most in {compared.worst}", REPORT)
+    found += "" if compared.ok else f"; most in {compared.worst}"
+    return DoctorFinding.unless(not compared.ok, "parity", found, REPORT, "fail")
 
 
 async def score_once() -> DoctorFinding:
@@ -119,11 +118,9 @@ async def score_once() -> DoctorFinding:
             "scoring", "fail", f"a worker said {outcome}", "run the reward in this process: scoring.workers=0"
         )
     found = f"a worker process was started, judged and ended in {time.monotonic() - begin:.1f} s"
-    if not keeper.KEEPERS:
-        return DoctorFinding(
-            "scoring", "warn", f"{found}; {keeper.UNKEPT}", "run on Linux, or in a container that ends with the run"
-        )
-    return DoctorFinding("scoring", "ok", found)
+    found += "" if keeper.KEEPERS else f"; {keeper.UNKEPT}"
+    advice = "run on Linux, or in a container that ends with the run"
+    return DoctorFinding.unless(not keeper.KEEPERS, "scoring", found, advice)
 
 
 async def _attempt(name: str, check: Callable[[], Awaitable[DoctorFinding]]) -> DoctorFinding:

@@ -21,8 +21,6 @@ WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key of a recipe."""
-
     key: str
     kinds: tuple[str, ...]  # kinds of its table that have it; () if the table has one kind
     takes: str

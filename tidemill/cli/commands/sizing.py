@@ -15,8 +15,6 @@ from tidemill.run.recipe import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """Numbers of one step."""
-
     groups: int
     group_size: int
     sequences: int

@@ -71,7 +71,6 @@ def show_end(config: RunConfig, recipe: Path, ended: RunEnded, newcomer: bool) -
 
 
 def _time(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Time of each process but the controller, and the advice."""
     rows = [("time", f"{name}: {said}") for name, said in lines(report.get("time_by_process", {}))]
     advice = report.get("advice")
     return [*rows, *([("faster", advice["text"])] if advice else [])]

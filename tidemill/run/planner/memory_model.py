@@ -48,11 +48,6 @@ class Held:
     lazy: bool = False  # grows with use, and is sized by the free memory
     host: bool = False  # in the machine's own memory, wherever the process computes
 
-    @property
-    def said(self) -> str:
-        """The amount and its use, in words."""
-        return f"{in_words(self.bytes)} {self.what}"
-
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -65,7 +60,6 @@ class Process:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one such process."""
         return sum(h.bytes for h in self.held)
 
 
@@ -137,7 +131,6 @@ class Demand:
 
 
 def demands(found: Sequence[Process]) -> dict[str, Demand]:
-    """The memory that these processes need, by device."""
     return {
         device: Demand(
             sum(p.count * h.bytes for p in found if p.device == device for h in p.held if not h.lazy),
@@ -327,5 +320,4 @@ def row_tokens(settings: BaseEngineSettings, arch: Architecture, free: int | Non
 
 
 def in_words(size: int) -> str:
-    """A size in MiB or GiB, as text."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"

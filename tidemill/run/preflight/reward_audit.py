@@ -11,11 +11,11 @@ from __future__ import annotations
 import string
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from random import Random
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 
@@ -41,7 +41,6 @@ from tidemill.models.tokenizer import EOS, Tokenizer, byte_tokenizer
 WRONG = 0.05  # share of gold replies that may fall short: every set of tasks has a few wrong labels
 HOPELESS = 3  # unjudged replies in a row, from the first on, after which no more are tried
 MOST_TURNS = 64
-QUICK_TASKS, QUICK_S = 8, 10.0  # tasks and seconds of the check that a run begins with
 OWN = "own"
 LONG = 20_000  # characters of the longest garbage
 SCRAMBLED = (string.ascii_lowercase.encode() + 6 * b" ") * 8  # makes letters and spaces of random bytes
@@ -105,36 +104,6 @@ class Check:
         passing = [line.why for line in self.lines if line.verdict == "passes" and not line.kind.startswith(OWN)]
         named = {"gold": gold, "garbage": passing}  # garbage that could not be judged got no score
         return {name: whys[0] for name, whys in named.items() if whys and name not in accepted}
-
-
-async def vouch(
-    environment: Environment,
-    tasks: Sequence[Task],
-    *,
-    limit_s: float,
-    accepted: Sequence[str],
-    record: Callable[[str, dict[str, Any]], None],
-    note: Callable[[str], None],
-) -> None:
-    """Run the quick audit. Raises ConfigError when gold fails or garbage passes.
-
-    accepted: names of failures that do not stop the run. record: takes an event. note: shows a sentence to the user.
-    """
-    found = await check(environment, tasks[:QUICK_TASKS], limit_s=limit_s, budget_s=QUICK_S)
-    wrong, refused = found.refused(), found.refused(accepted)
-    over = {name: why for name, why in wrong.items() if name not in refused}
-    record("reward_check", {"verdicts": {line.kind: line.verdict for line in found.lines}, "accepted": over})
-    if refused:
-        name, why = next(iter(refused.items()))
-        raise ConfigError(
-            f"the reward of {environment.name} can not be trained on: {why}. `tidemill reward test RECIPE` shows more; when "
-            f"that is how it has to be: scoring.accept=['{name}']"
-            + (", and when the right reply has another form: a function `gold` beside the reward" if name == "gold" else "")
-        )
-    for name, why in over.items():
-        note(f"scoring.accept names {name!r}, so the run begins although {why}")
-    for line in [line for line in found.lines if line.verdict in ("not judged", "not checked")][:1]:
-        note(f"the reward was not checked, {line.why}" if line.verdict == "not checked" else f"beware: {line.why}")
 
 
 async def check(
@@ -269,27 +238,14 @@ def _lines(tried: Sequence[Tried], golds: dict[str, Gold]) -> list[Line]:
         those = [t for t in tried if t.kind == kind]
         known = [t for t in those if kind.startswith(OWN) or not isinstance(golds[t.task.id], Unscorable)]
         verdict, why = _verdict(kind, known, chance) if known else ("not checked", unknown)
-        lines.append(_line(kind, those, verdict, why))
+        scores = [t.outcome.value for t in those if isinstance(t.outcome, Score)]
+        mean, passed = sum(scores) / len(scores) if scores else None, sum(score >= SOLVED for score in scores)
+        failed = (sum(isinstance(t.outcome, other) for t in those) for other in (Unscorable, InfraError))
+        lines.append(Line(kind, len(those), mean, passed, *failed, max(t.seconds for t in those), verdict, why))
     return lines
 
 
-def _line(kind: str, those: Sequence[Tried], verdict: Verdict, why: str) -> Line:
-    scores = [t.outcome.value for t in those if isinstance(t.outcome, Score)]
-    return Line(
-        kind,
-        len(those),
-        sum(scores) / len(scores) if scores else None,
-        sum(score >= SOLVED for score in scores),
-        sum(isinstance(t.outcome, Unscorable) for t in those),
-        sum(isinstance(t.outcome, InfraError) for t in those),
-        max(t.seconds for t in those),
-        verdict,
-        why,
-    )
-
-
 def _verdict(kind: str, tried: Sequence[Tried], chance: float) -> tuple[Verdict, str]:
-    """The verdict on one kind of reply, and a reason with an example: see the module."""
     scored = [(t, t.outcome.value) for t in tried if isinstance(t.outcome, Score)]
     if not scored:
         reason = next(t.outcome.reason for t in tried if not isinstance(t.outcome, Score))

@@ -19,7 +19,7 @@ from tidemill.envs.environment_settings import EnvSettings, PythonSettings, Rows
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.conversations import check_prompts
 from tidemill.run.preflight.probe_process import Preparation
-from tidemill.run.preflight.reward_audit import QUICK_TASKS, vouch
+from tidemill.run.preflight.reward_audit import check
 from tidemill.run.recipe import RunConfig
 from tidemill.run.sft_warmup import check_answers
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tidemill.run.session import Session
 
 FILES, FILES_EACH = 40, 4  # open files of a controller, and for each process that it starts
+QUICK_TASKS, QUICK_S = 8, 10.0  # tasks and seconds of the audit of a reward
 LOOKED_AT = 64  # groups whose tasks are compared when a run goes on
 
 
@@ -111,19 +112,33 @@ def expect_same_tasks(curriculum: Curriculum, ledger: SqliteLedger, folder: Path
             )
 
 
-async def vouch_each(session: Session) -> None:
-    """Check the reward of each environment by itself, because each has its own verifier."""
+async def audit_rewards(session: Session) -> None:
+    """Audit the reward of each environment. Raises ConfigError when gold fails or garbage passes.
+
+    Failures in scoring.accept do not stop the run, but they are noted and recorded.
+    """
     config = session.config
-    for environment in parts_of(session.environment):
+    for environment in parts_of(session.environment):  # each has its own verifier
         tasks = environment.tasks("train")
-        await vouch(
-            environment,
-            [tasks[task_order(len(tasks), config.seed, position)] for position in range(min(len(tasks), QUICK_TASKS))],
-            limit_s=config.rollout.episode_s,
-            accepted=config.scoring.accept,
-            record=session.ledger.event,
-            note=session.note,
-        )
+        first = [tasks[task_order(len(tasks), config.seed, i)] for i in range(min(len(tasks), QUICK_TASKS))]
+        found = await check(environment, first, limit_s=config.rollout.episode_s, budget_s=QUICK_S)
+        wrong, refused = found.refused(), found.refused(config.scoring.accept)
+        over = {name: why for name, why in wrong.items() if name not in refused}
+        verdicts = {line.kind: line.verdict for line in found.lines}
+        session.ledger.event("reward_check", {"verdicts": verdicts, "accepted": over})
+        for name, why in refused.items():
+            form = (
+                ", and when the right reply has another form: a function `gold` beside the reward" if name == "gold" else ""
+            )
+            raise ConfigError(
+                f"the reward of {environment.name} can not be trained on: {why}. `tidemill reward test RECIPE` shows more; "
+                f"when that is how it has to be: scoring.accept=['{name}']{form if name == 'gold' else ''}"
+            )
+        for name, why in over.items():
+            session.note(f"scoring.accept names {name!r}, so the run begins although {why}")
+        for line in [line for line in found.lines if line.verdict in ("not judged", "not checked")][:1]:
+            unknown = line.verdict == "not checked"
+            session.note(f"the reward was not checked, {line.why}" if unknown else f"beware: {line.why}")
 
 
 def judging_code(env: EnvSettings) -> dict[str, str]:

@@ -23,8 +23,7 @@ from tidemill.core.config import build, dump
 from tidemill.core.errors import ConfigError, RunFolderError
 from tidemill.ledger.lock import FolderLock
 from tidemill.run.recipe import RunConfig
-from tidemill.run.recipe_changes import check_same_run
-from tidemill.run.recipe_files import absolute
+from tidemill.run.recipe_files import absolute, check_same_run
 from tidemill.run.status_file import FAILURE, STATUS
 from tidemill.run.storage.folder_format import FILE, check_format, migrated, write_format
 from tidemill.run.storage.model_folder import MADE
