@@ -120,18 +120,15 @@ async def _generate(
     decoder: Decoder, settings: EngineSettings, prompts: Sequence[np.ndarray], length: int
 ) -> tuple[list[ParityRow], EngineStats]:
     """Continue each prompt to `length` tokens, all at the same time. Also returns the engine's stats."""
-    engine = engine_of(decoder, settings)
     temperatures = [TEMPERATURES[i % len(TEMPERATURES)] for i in range(len(prompts))]
     asked = [
         SamplingParams(temperature=temperature, max_tokens=length - len(prompt), ignore_eos=True, seed=i)
         for i, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True))
     ]
-    calls = [engine.generate(GenerateRequest(prompt, params)) for prompt, params in zip(prompts, asked, strict=True)]
-    try:
-        replies = await asyncio.gather(*calls)
+    requests = [GenerateRequest(prompt, params) for prompt, params in zip(prompts, asked, strict=True)]
+    async with engine_of(decoder, settings) as engine:
+        replies = await asyncio.gather(*map(engine.generate, requests))
         stats = await engine.stats()
-    finally:
-        await engine.close()
     rows = [
         ParityRow(np.concatenate([prompt, reply.tokens]), len(prompt), temperature, reply.logprobs)
         for prompt, reply, temperature in zip(prompts, replies, temperatures, strict=True)
@@ -140,11 +137,8 @@ async def _generate(
 
 
 async def _score(decoder: Decoder, settings: EngineSettings, tokens: Sequence[np.ndarray]) -> list[ParityRow]:
-    engine = engine_of(decoder, settings)
-    try:
+    async with engine_of(decoder, settings) as engine:
         scored = await asyncio.gather(*(engine.score(row, "policy", 1.0, 0) for row in tokens))
-    finally:
-        await engine.close()
     return [ParityRow(row, 1, 1.0, result.logprobs[1:]) for row, result in zip(tokens, scored, strict=True)]
 
 

@@ -234,11 +234,8 @@ class _Replayer:
     async def _served(self, trajectories: Sequence[Trajectory]) -> list[Array]:
         settings = _native(EngineSettings, self._config.engine)
         decoder = load_folder(self._where.folder, getattr(torch, self._config.trainer.serving_dtype))
-        engine = engine_of(decoder, settings)
-        try:
+        async with engine_of(decoder, settings) as engine:
             return [(await engine.score(t.tokens, "policy", t.temperature, 0)).logprobs for t in trajectories]
-        finally:
-            await engine.close()
 
     async def _explain(self, row: AuditRow, version: Version) -> Finding:
         evidence = _evidence(row)

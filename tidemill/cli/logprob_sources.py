@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import numpy as np
 import torch
 
@@ -30,9 +33,14 @@ async def trained(decoder: Decoder, settings: TrainerSettings, samples: list[Sam
         await trainer.close()
 
 
-def engine_of(decoder: Decoder, settings: EngineSettings) -> NativeEngine:
+@asynccontextmanager
+async def engine_of(decoder: Decoder, settings: EngineSettings) -> AsyncIterator[NativeEngine]:
     """An engine that is never updated."""
-    return NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine", eos_ids=())
+    engine = NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine", eos_ids=())
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 @torch.inference_mode()
