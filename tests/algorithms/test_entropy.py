@@ -9,7 +9,7 @@ from test_prepare import LONGEST, group, trajectory
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings, adaptive_entropy
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
-from tidemill.cli.commands.algorithm_in_force import parts_of
+from tidemill.cli.commands.explain import parts_of
 
 
 def algorithm(**entropy):

@@ -14,8 +14,8 @@ import torch
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.presets import PRESETS
 from tidemill.algorithms.reductions import REDUCTIONS, reduction
-from tidemill.cli.commands import sizing
-from tidemill.cli.commands.algorithm_in_force import differing, p_hat, parts_of
+from tidemill.cli.commands import plan_sections as sizing
+from tidemill.cli.commands.explain import differing, p_hat, parts_of
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.core.config import load
 from tidemill.core.types import Sample

@@ -88,16 +88,11 @@ def plain(payload: Trajectory | None, tokenizer: Decode) -> dict[str, Any]:
     if payload is None:
         return {"conversation": None, "reward_parts": None, "reward_turns": None, "cut_off": None}
     limit, outcome = limit_of(payload), payload.outcome
-    if payload.said:
-        said = [{"role": each.role, "content": each.text, "policy": each.policy} for each in payload.said]
-    else:
-        found = tokenizer()
-        said = found and [
-            {"role": each.provenance, "content": text_of(payload, each, found), "policy": each.provenance == "sampled"}
-            for each in segments(payload)
-        ]
+    said = [(each.role, each.text, each.policy) for each in payload.said]
+    if not said and (found := tokenizer()) is not None:
+        said = [(s.provenance, text_of(payload, s, found), s.provenance == "sampled") for s in segments(payload)]
     return {
-        "conversation": said,
+        "conversation": [{"role": role, "content": text, "policy": policy} for role, text, policy in said] or None,
         "reward_parts": outcome.parts if isinstance(outcome, Score) else None,
         "reward_turns": [*outcome.turns] if isinstance(outcome, Score) else None,
         "cut_off": None if limit is None else {"by": limit[0], "tokens": limit[1]},

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.text import Text
 
 from tidemill.cli.chaos_test import FAULTS, Drill, Outcome
-from tidemill.cli.commands.screen import Row, console, print_json, print_rows
+from tidemill.cli.commands.screen import Row, console, print_json, show_rows
 from tidemill.cli.process_lives import GROWN_S, JUDGED_S, Life
 from tidemill.core.errors import ConfigError
 from tidemill.run.recipe import load_recipe
@@ -55,7 +55,7 @@ def drill(
 
 
 def _show(run: Path, outcome: Outcome) -> None:
-    screen, groups = console(), outcome.groups
+    groups = outcome.groups
     reached = Counter(f"{fault.what} {fault.whom.partition('-')[0]}" for fault in outcome.faults)
     kinds = ", ".join(f"{n} × {kind}" for kind, n in sorted(reached.items()))
     roles = dict[str, list[Life]]()
@@ -76,8 +76,7 @@ def _show(run: Path, outcome: Outcome) -> None:
     lost = groups.get("lost", 0) or groups.get("trained_twice", 0)
     verdict = Text("NOT conserved", "bold red") if lost else Text("nothing lost, nothing trained twice", "green")
     rows.append(("ledger", verdict))
-    screen.print(Text(str(run), "bold"))
-    print_rows(screen, rows)
+    show_rows(str(run), rows)
 
 
 def _lived(lives: Sequence[Life]) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tidemill.cli.commands.judging import in_its_workers, recipe_of, scoring_workers, with_sources, working
 from tidemill.cli.commands.run_state import is_run, state_of
-from tidemill.cli.commands.screen import Row, console, print_json, print_rows
+from tidemill.cli.commands.screen import Row, print_json, show_rows
 from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.evaluation import Evaluator, interval
 from tidemill.core.errors import ConfigError
@@ -161,9 +161,7 @@ def _show(on: str, model: Path, f: Mapping[str, Any], seconds: float, recorded: 
         *((key.removesuffix("/accuracy"), _share(f, key)) for key in f if key.endswith("/accuracy")),
         ("failed", Text(f"{what}; these count as not solved" if failed else what, "bold red" if failed else "")),
     ]
-    screen = console()
-    screen.print(Text.assemble((shown(model), "bold"), on))
-    print_rows(screen, rows)
+    show_rows(Text.assemble((shown(model), "bold"), on), rows)
 
 
 def _share(figures: Mapping[str, Any], key: str) -> str:

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
-from tidemill.cli.commands.screen import Row, console, print_json, print_rows
+from tidemill.cli.commands.screen import Row, print_json, show_rows
 from tidemill.core.types import Version
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Counts, EvalRecord, Event, StepRecord
@@ -29,11 +28,11 @@ def ledger(run: Path, every: bool, as_json: bool) -> int:
         if as_json:
             print_json(counts.figures())
         else:
-            _show(console(), run, counts, record, every)
+            _show(run, counts, record, every)
     return 0 if counts.conserved else 1
 
 
-def _show(screen: Console, run: Path, counts: Counts, record: SqliteLedger, every: bool) -> None:
+def _show(run: Path, counts: Counts, record: SqliteLedger, every: bool) -> None:
     evaluations, events = record.evaluations(), record.events()
     undone = set(record.undone_steps())
     few, latest = (evaluations, events) if every else (_few(evaluations), events[-LATEST:])
@@ -48,8 +47,7 @@ def _show(screen: Console, run: Path, counts: Counts, record: SqliteLedger, ever
     if events:
         rows.append(("events", _kinds(events)))
         rows += [("", _event(event)) for event in latest]
-    screen.print(Text(str(run), "bold"))
-    print_rows(screen, rows)
+    screen = show_rows(str(run), rows)
     counted = (("evaluation", len(evaluations) - len(few)), ("earlier event", len(events) - len(latest)))
     if left := [f"{n:,} {noun}{'s' if n > 1 else ''}" for noun, n in counted if n]:
         screen.print(Text(f"\n  not shown: {', '.join(left)}; --all shows them", "dim"))

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.mixture import algorithm_of
 from tidemill.algorithms.preferences import PREFERENCES
-from tidemill.cli.commands import sizing
 from tidemill.cli.commands.screen import INDENT, Row, console, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import shown
+from tidemill.core.import_object import load_object
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
 from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSettings, environments_of
 from tidemill.models.architecture import Architecture, parameters
-from tidemill.run.planner.memory_model import Models, demands, in_words, processes, refusal, row_tokens
+from tidemill.run.planner.memory_model import Models, demands, in_words, processes, refusal, row_tokens, trainer_lanes
 from tidemill.run.planner.plan import RunPlan, plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of, check_companions, expect_model
@@ -45,8 +47,8 @@ def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
         memory = None if arch is None else _memory(plan, arch, complete)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    first = sizing.first_algorithm(config)
-    step = sizing.step_size(plan, None if memory is None else memory["context"])
+    first = first_algorithm(config)
+    step = step_size(plan, None if memory is None else memory["context"])
     asked = {name: int(who in asks) for name, who in PASSES}
     return {
         "step": asdict(step),
@@ -139,9 +141,7 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     rows = f"rows of at most {step['row_tokens']:,}" if step["row_tokens"] else "rows that the model's context bounds"
     forward = [who for who, key in (("p_hat", "p_hat"), ("pi_ref", "reference"), ("V", "critic")) if passes[key]]
     ran = [f"forward and backward {'once' if passes['policy'] == 1 else _n(passes['policy'], 'time')} over every attempt"]
-    mismatched = (
-        ", also over each prompt with the next one's reply" if sizing.first_algorithm(config).preference == "kto" else ""
-    )
+    mismatched = ", also over each prompt with the next one's reply" if first_algorithm(config).preference == "kto" else ""
     ran += [f"forward for {' and for '.join(forward)}{mismatched}"] if forward else []
     batches = [f"at most {step['train_micro_batches']:,} with gradients"]
     batches += [f"{step['forward_micro_batches']:,} for each forward pass"] if forward else []
@@ -162,11 +162,11 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     ]
 
 
-def _denominator(config: RunConfig, step: sizing.StepSize) -> str:
+def _denominator(config: RunConfig, step: StepSize) -> str:
     """The divisor of an update's weighted sum, in words."""
     if len(config.algorithms) > 1:
         return "each algorithm's own, of its groups; each counts by its share of the step's groups"
-    s, most = sizing.first_algorithm(config), step.denominator
+    s, most = first_algorithm(config), step.denominator
     groups = -(-(step.groups + step.replayed) // s.updates.minibatches)
     attempts = f"{groups * (2 if s.preference in PREFERENCES else step.group_size):,} attempts"
     words = {
@@ -219,3 +219,76 @@ def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Ro
 def _n(count: int, noun: str) -> str:
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    groups: int
+    group_size: int
+    sequences: int
+    replayed: int  # replayed groups, at most
+    updates: int
+    replies: int | None  # replies of an attempt, at most; None: the environment decides
+    sampled_tokens: int | None  # tokens sampled in a step, at most; None: neither replies nor context are known
+    row_tokens: int | None  # tokens computed for the longest row, at most; None: the context is not known
+    forward_micro_batches: int  # micro-batches of one forward pass over all rows, at most
+    train_micro_batches: int  # micro-batches of all updates, at most
+    lanes: int  # parallel micro-batches, at most; they share the token budget of one
+    denominator: int | None  # divisor of one update's weighted sum, at most
+
+
+def step_size(plan: RunPlan, context: int | None) -> StepSize:
+    """The numbers of a step. context: tokens that a row may hold, or None if it is not known."""
+    config, r, updates = plan.config, plan.config.rollout, first_algorithm(plan.config).updates
+    asked_for = [replies_of(each) for each in environments_of(config.env)]
+    known = [count for count in asked_for if count is not None]
+    replies = max(known) if len(known) == len(asked_for) else None
+    most = None if context is None else context - 1  # a prompt has at least one token
+    asked = None if config.offline or replies is None else replies * r.max_tokens  # nothing bounds an offline reply
+    each = most if asked is None else asked if most is None else min(asked, most)
+    groups = -(-(r.groups + plan.replayed) // updates.minibatches)  # groups of the largest update
+    rows = groups * r.group_size
+    lanes = trainer_lanes(plan)
+    together = 1 if most is None else max(1, config.trainer.micro_batch_tokens // lanes // most)  # rows that always fit
+    spread = 2 * lanes if lanes > 1 else 0  # more, to spread few rows over all lanes
+    parts = min(rows, -(-rows // together) + 1 + 2 * spread)  # rows without a gradient run apart
+    return StepSize(
+        groups=r.groups,
+        group_size=r.group_size,
+        sequences=plan.samples,
+        replayed=plan.replayed,
+        updates=updates.count,
+        replies=replies,
+        sampled_tokens=0 if config.offline else None if each is None else plan.samples * each,
+        row_tokens=most,
+        forward_micro_batches=min(plan.step_rows, -(-plan.step_rows // together) + spread),
+        train_micro_batches=updates.count * parts,
+        lanes=lanes,
+        denominator=_divisor(config, groups, each),
+    )
+
+
+def first_algorithm(config: RunConfig) -> AlgorithmSettings:
+    """The first algorithm. If there are several, each takes one update a step."""
+    return next(iter(config.algorithms.values()))
+
+
+def replies_of(env: AnyEnv) -> int | None:
+    """Replies of one attempt; None if a conversation asks as often as it likes."""
+    if isinstance(env, PythonSettings):
+        return None if hasattr(load_object(env.paths[0]), "run") else 1  # a reward function is asked about one reply
+    return env.turns if isinstance(env, GuessSettings) else 1
+
+
+def _divisor(config: RunConfig, groups: int, each: int | None) -> int | None:
+    s = first_algorithm(config).with_longest(config.rollout.max_tokens)
+    rows = groups * (2 if s.preference in PREFERENCES else config.rollout.group_size)  # only a pair of each group is trained
+    match s.reduction:
+        case "token":
+            return None if each is None else rows * each
+        case "prompt":
+            return groups
+        case "fixed":
+            assert s.fixed_length is not None
+            return rows * s.fixed_length
+    return rows

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tidemill.cli.commands.judging import in_its_workers, recipe_of, scoring_workers, with_sources, working
 from tidemill.cli.commands.samples import judged_text
-from tidemill.cli.commands.screen import Row, console, print_json, print_rows
+from tidemill.cli.commands.screen import Row, print_json, show_rows
 from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.errors import ConfigError, PayloadLost
 from tidemill.core.interfaces import Environment
@@ -168,6 +168,4 @@ def _show(run: Path, found: Rejudged) -> None:
     if any(left.values()):
         rows.append(("left out", ", ".join(f"{count:,} {what}" for what, count in left.items() if count)))
     rows.append(("trained on", "what was there before; `tidemill samples` shows both, `tidemill pairs` takes the latest"))
-    screen = console()
-    screen.print(Text(str(run), "bold"))
-    print_rows(screen, rows)
+    show_rows(str(run), rows)

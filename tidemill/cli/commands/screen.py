@@ -60,6 +60,14 @@ def print_rows(screen: Console, rows: Sequence[Row]) -> None:
             screen.print(begin + line if line else begin[: len(begin.plain.rstrip())], soft_wrap=True)
 
 
+def show_rows(title: str | Text, rows: Sequence[Row]) -> Console:
+    """Print a title and rows below it. Returns the console."""
+    screen = console()
+    screen.print(Text(title, "bold") if isinstance(title, str) else title)
+    print_rows(screen, rows)
+    return screen
+
+
 def print_labelled(screen: Console, rows: Sequence[tuple[str, str]], style: str = "") -> None:
     """Print rows of (label, sentence) with each label once. Words, paths and commands stay whole."""
     before = ""

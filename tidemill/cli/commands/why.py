@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from tidemill.cli.commands.run_state import state_of
-from tidemill.cli.commands.screen import Row, console, print_json, print_rows
+from tidemill.cli.commands.screen import Row, print_json, show_rows
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.observability.events import worded
 from tidemill.observability.safe_text import visible
@@ -40,7 +40,7 @@ def standing(folder: RunFolder) -> dict[str, Any]:
 
 
 def _show(run: Path, about: dict[str, Any]) -> None:
-    screen, status = console(), about["status"]
+    status = about["status"]
     live = about["state"] in ("running", "stuck")
     rows: list[Row] = [("state", Text(_state(about), "green" if live else "bold"))]
     if (failure := about["failure"]) is not None:
@@ -57,8 +57,7 @@ def _show(run: Path, about: dict[str, Any]) -> None:
             rows += [(waits if i == 0 else "", _wait(w, status["at"])) for i, w in enumerate(status["waits"])]
             rows += [(processes if i == 0 else "", _process(p)) for i, p in enumerate(status["processes"])]
     rows += [("events" if i == 0 else "", _event(e)) for i, e in enumerate(about["events"])]
-    screen.print(Text(str(run), "bold"))
-    print_rows(screen, rows)
+    screen = show_rows(str(run), rows)
     if failure is not None and about["state"] == "failed":
         screen.print(Text("\n".join(visible(line) for line in failure["trace"].expandtabs().splitlines()), "dim"))
 
