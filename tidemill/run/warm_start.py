@@ -94,10 +94,9 @@ async def warm_start(session: Session) -> WarmStart:
 async def _warm_up(session: Session, own: Path, made: Path) -> WarmedUp:
     """Warm up, from the newest checkpoint in `own`, and export the model to `made`."""
     config, model, note, plan = session.config, session.model, session.note, warm_up_plan(session.config)
-    starting = start_cluster(
+    async with start_cluster(
         plan, model.path, session.folder, session.placement, lambda kind, about: note(f"{kind}: {about}")
-    )
-    async with starting as cluster:
+    ) as cluster:
         async with cluster.watched():
             checkpoints = Checkpoints(own, None, note)
 
