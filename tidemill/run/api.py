@@ -116,7 +116,7 @@ def _in_a_thread(running: Coroutine[Any, Any, RunEnded]) -> RunEnded:
         ended = pool.submit(asyncio.run, tracked())
         try:
             while not ended.done():
-                wait([ended], timeout=LOOK_S)
+                wait([ended], LOOK_S)
         except BaseException:
             for cancel in stop:
                 cancel()
