@@ -167,22 +167,19 @@ async def test_in_a_running_loop_an_interruption_stops_the_run(tmp_path, model, 
     async def endless(*_):
         begun.set()
         try:
-            await asyncio.Event().wait()
+            await asyncio.wait_for(asyncio.Event().wait(), 20)
         except asyncio.CancelledError:
             stopped.append(True)
             raise
 
     begun = threading.Event()
 
-    def interrupted_once(thread):
-        if not begun.wait(20) or (not stopped and not interrupts):
-            interrupts.append(True)
-            raise KeyboardInterrupt
-        thread.join(timeout=20)
+    def interrupted(*_):
+        assert begun.wait(20)
+        raise KeyboardInterrupt
 
-    interrupts = []
     monkeypatch.setattr(api, "run", endless)
-    monkeypatch.setattr(api, "_joined", interrupted_once)
+    monkeypatch.setattr(api, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tidemill.train(len, tasks=[], model=model, run_dir=tmp_path / "run")
     assert stopped == [True]

@@ -240,8 +240,9 @@ def _lines(tried: Sequence[Tried], golds: dict[str, Gold]) -> list[Line]:
         verdict, why = _verdict(kind, known, chance) if known else ("not checked", unknown)
         scores = [t.outcome.value for t in those if isinstance(t.outcome, Score)]
         mean, passed = sum(scores) / len(scores) if scores else None, sum(score >= SOLVED for score in scores)
-        failed = (sum(isinstance(t.outcome, other) for t in those) for other in (Unscorable, InfraError))
-        lines.append(Line(kind, len(those), mean, passed, *failed, max(t.seconds for t in those), verdict, why))
+        kinds, slowest = Counter(type(t.outcome) for t in those), max(t.seconds for t in those)
+        failed = kinds[Unscorable], kinds[InfraError]
+        lines.append(Line(kind, len(those), mean, passed, *failed, slowest, verdict, why))
     return lines
 
 
