@@ -586,8 +586,8 @@ FAULTS = [
     ),
     Fault(
         "doctor does not say that programs can outlive a run",
-        "    if not keeper.KEEPERS:\n        return DoctorFinding(",
-        "    if keeper.KEEPERS is None:\n        return DoctorFinding(",
+        'unless(not keeper.KEEPERS, "scoring"',
+        'unless(keeper.KEEPERS is None, "scoring"',
         "cli/commands/test_doctor.py::test_a_system_where_programs_can_outlive_a_run_is_warned_of",
     ),
     # promises: a payload that cannot be read costs its step and the later ones, never the run
@@ -751,7 +751,7 @@ FAULTS = [
     ),
     Fault(
         "a status that was made by hand is taken",
-        "        msgspec.convert(value, kind)\n",
+        "        msgspec.convert(value, kind or dict)\n",
         "        str(kind)\n",
         "run/storage/test_run_files.py",
     ),

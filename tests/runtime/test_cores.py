@@ -335,8 +335,10 @@ async def test_a_run_of_more_threads_than_cores_shares_them(two_cores, tmp_path,
 
 async def test_an_engine_that_joins_a_run_shares_the_cores(two_cores, tmp_path):
     config, placement = recipe(tmp_path, placement={"engine_threads": 2}), Recording(starts=True)
-    async with start_parts(plan_of(config), Path(config.model), RunFolder(tmp_path), placement, lambda *_: None) as parts:
-        assert await parts.join() == "engine-1"
+    async with start_cluster(
+        plan_of(config), Path(config.model), RunFolder(tmp_path), placement, lambda *_: None
+    ) as cluster:
+        assert await cluster.join() == "engine-1"
     shares = [placement.given[name]["core_share"] for name in ("trainer", "engine-0", "engine-1")]
     assert len({share["place"] for share in shares}) == 3 and [share["wanted"] for share in shares] == [1, 2, 2]
     assert len({share["board"] for share in shares}) == 1

@@ -19,7 +19,7 @@ from tidemill.controller.evaluation import Evaluator
 from tidemill.controller.offline_groups import HeldOut, OfflineRoller
 from tidemill.controller.policy_check import Agreement
 from tidemill.controller.rollout import EpisodeSetup, Rollout
-from tidemill.core.interfaces import Environment, Ledger
+from tidemill.core.interfaces import Algorithm, Environment, Ledger, Roller
 from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Version
 from tidemill.observability.time_breakdown import EVALUATE
 from tidemill.run.cluster import Cluster
@@ -55,12 +55,7 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
     checkpoints = _checkpoints(session)
     context = min(pool.context for pool in cluster.pools)  # shorter if a KV cache is small
     episodes = replace(make_episodes(config, session.environment, session.model), context=context, extras=session.extras)
-    if config.offline:
-        roller = OfflineRoller(config.offline, session.model.tokenizer)
-        held_out = HeldOut(cluster.trainer, algorithm, roller)
-    else:
-        size, greedy = config.rollout.group_size, any(each.wants_greedy for each in config.algorithms.values())
-        roller, held_out = Rollout(cluster.pool, episodes, size, config.seed, session.monitor.beside, greedy), None
+    roller, held_out = _roller(session, cluster, episodes, algorithm)
     publisher = PoolPublisher(
         cluster.trainer,
         cluster.pool,
@@ -99,6 +94,17 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
         again=Experience(ledger, config.data.replay, plan.replayed),
         timeline=session.monitor.loop,
     )
+
+
+def _roller(
+    session: Session, cluster: Cluster, episodes: EpisodeSetup, algorithm: Algorithm
+) -> tuple[Roller, HeldOut | None]:
+    config = session.config
+    if config.offline:
+        offline = OfflineRoller(config.offline, session.model.tokenizer)
+        return offline, HeldOut(cluster.trainer, algorithm, offline)
+    size, greedy = config.rollout.group_size, any(each.wants_greedy for each in config.algorithms.values())
+    return Rollout(cluster.pool, episodes, size, config.seed, session.monitor.beside, greedy), None
 
 
 def _checkpoints(session: Session) -> Checkpoints:
