@@ -64,10 +64,7 @@ async def take_up(
 
 
 async def load_newest(ledger: SqliteLedger, checkpoints: Checkpoints, trainer: Trainer) -> Position:
-    """Load the newest checkpoint into the trainer, and return its position.
-
-    Raises ConfigError if it has more steps than the ledger knows.
-    """
+    """Load the newest checkpoint. Raises ConfigError if it is of an unknown step."""
     if (latest := await checkpoints.newest()) is None:
         return Position(0, 0, 0)
     (folder, position), begun = latest, ledger.next_step()

@@ -52,10 +52,7 @@ REGISTRIES: dict[str, Registry] = {each.what: each for each in (ENGINES, TRAINER
 
 
 def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
-    """Build what `spec` describes. Raises ValueError for an unknown role.
-
-    offload: do blocking work in a thread, so that the caller's event loop stays free.
-    """
+    """Build what `spec` describes, with a thread for blocking work if `offload`."""
     kinds = spec.get("kinds", {})  # of the process that asks: it may have registered more than is built in
     for what, table in kinds.items():
         REGISTRIES[what].learn(table)

@@ -1,7 +1,4 @@
-"""One training run, from a recipe to the trained model and its report.
-
-An interrupted run resumes where its ledger says it was, see `resume`.
-"""
+"""One training run, from a recipe to the trained model and its report."""
 
 from __future__ import annotations
 

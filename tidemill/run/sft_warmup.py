@@ -47,10 +47,7 @@ class WarmedUp:
 
 @dataclass(slots=True)
 class WarmUp:
-    """A warm-up that may begin where an earlier process left it.
-
-    Its result depends on steps alone: only progress lines and checkpoints go by time.
-    """
+    """A warm-up, from where an earlier process left it. Its result depends on steps."""
 
     settings: WarmupSettings
     tasks: Sequence[Task]

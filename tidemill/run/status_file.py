@@ -1,7 +1,4 @@
-"""`status.json`, the state of a living run, and `failure.json`, its first cause.
-
-`tidemill why` reads both. A resume needs neither.
-"""
+"""`status.json`, the state of a living run, and `failure.json`, its first cause."""
 
 from __future__ import annotations
 

@@ -135,10 +135,7 @@ async def _taken_up(checkpoints: Checkpoints, cluster: Cluster, own: Path, tell:
 
 
 def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str:
-    """Digest of everything that decides the result.
-
-    The limit of steps is left out: a warm-up that reached it resumes under a higher one.
-    """
+    """Digest of what decides a warm-up's result, so not of its limit of steps."""
     tree = dump(config)
     decides = {key: tree[key] for key in ("seed", "trainer", "engine", "rollout", "env", "deterministic")}
     for role in ("trainer", "engine"):  # the kind that was the only one once is not named: what is cached stays valid

@@ -1,7 +1,4 @@
-"""`tidemill check RECIPE`: the numbers of a step, and whether its memory fits.
-
-It refuses what `train` would refuse for its model's folder or its memory, with the same status.
-"""
+"""`tidemill check RECIPE`: the numbers of a step, and whether its memory fits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`tidemill doctor`: checks this machine and the parts, and advises on what fails.
-
-Facts first, which cost nothing; then a small model is built and used as in a run, see `selftest`.
-"""
+"""`tidemill doctor`: checks this machine and the parts, and advises on failures."""
 
 from __future__ import annotations
 

@@ -30,11 +30,7 @@ COLOURS = {"ok": "green", "fails": "bold red", "passes": "bold red", "not judged
 
 
 def test(recipe: Path, answers: Path | None, overrides: Sequence[str], as_json: bool) -> int:
-    """Show the audit of a reward.
-
-    Returns 1 when gold fails, garbage passes, a reply of the user's own is not judged as expected, or one that needs a
-    verdict could not be judged; else 0.
-    """
+    """Show the audit of a reward. Returns 1 when a verdict is bad or missing, else 0."""
     config = load_recipe([recipe], overrides)
     if not config.judged:
         raise ConfigError(f"{recipe} has no reward to test: name one in env.reward")

@@ -1,7 +1,4 @@
-"""The doctor's self-test: uses a tiny model and a scoring worker as a run would.
-
-A failure here would be a failure in a run, with a longer story.
-"""
+"""The doctor's self-test: uses a tiny model and a scoring worker as a run would."""
 
 from __future__ import annotations
 

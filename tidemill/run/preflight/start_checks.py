@@ -151,10 +151,7 @@ def judging_code(env: EnvSettings) -> dict[str, str]:
 
 
 def note_changed_code(env: EnvSettings, ledger: SqliteLedger, note: Callable[[str], None]) -> None:
-    """Record the code of this start, and note which files differ from the start before.
-
-    A resume uses the reward as it is now. Its scores are then no longer comparable with those before.
-    """
+    """Record the code of this start, and note files that differ from the last one."""
     now, before = judging_code(env), json.loads(ledger.meta().get("judging_code", "{}"))
     if changed := sorted(path for path, digest in now.items() if before.get(path, digest) != digest):
         ledger.event("judging_code_changed", {"files": changed})

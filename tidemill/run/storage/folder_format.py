@@ -1,7 +1,4 @@
-"""Format version of a run folder: written, checked, and migrated from older ones.
-
-format.json   {"format": 3, "tidemill": "0.2.0"}        a folder without one has format 1; a newer format is refused
-"""
+"""Format version of a run folder, 1 without format.json: checked and migrated."""
 
 from __future__ import annotations
 

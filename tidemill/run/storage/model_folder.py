@@ -30,10 +30,7 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: Path, of_class: str | None = None) -> ModelFolder:
-        """Open a model's folder. Raises ValueError if it is missing or cannot be trained.
-
-        of_class: the tokenizer's class, see `load_tokenizer`.
-        """
+        """Open a model's folder. of_class: see `load_tokenizer`. Raises ValueError."""
         expect_folder(path)
         architecture = Architecture.from_folder(path)
         tokenizer = load_tokenizer(path, of_class)
