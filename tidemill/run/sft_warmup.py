@@ -47,7 +47,7 @@ class WarmedUp:
 
 @dataclass(slots=True)
 class WarmUp:
-    """A warm-up, from where an earlier process left it. Its result depends on steps."""
+    """A warm-up, begun or taken up again. Its result depends on steps alone."""
 
     settings: WarmupSettings
     tasks: Sequence[Task]
