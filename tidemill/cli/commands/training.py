@@ -11,7 +11,7 @@ from typing import Any
 from tidemill.cli.commands.screen import console, own_name, print_json, print_labelled, print_wrapped
 from tidemill.core.errors import PeerLost
 from tidemill.observability.console import ProgressDisplay
-from tidemill.observability.time_summary import lines
+from tidemill.observability.time_breakdown import lines
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.session import RunEnded, run
 
