@@ -37,7 +37,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/basedpyright
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder  # else long files of few tests come last
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
