@@ -799,8 +799,8 @@ FAULTS = [
     ),
     Fault(
         "a body may have two lengths",
-        '    if b"transfer-encoding" in names and (',
-        '    if b"transfer-encoding" not in names and (',
+        'if b"transfer-encoding" in names and (',
+        'if b"transfer-encoding" not in names and (',
         "engine/server/test_serving_connections.py::test_heads_that_are_refused_close_the_connection",
     ),
     Fault(
