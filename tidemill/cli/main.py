@@ -66,7 +66,9 @@ def demo(overrides: Overrides = None, as_json: AsJson = False) -> None:
 def train_recipe(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Train by a recipe. On a run that was interrupted, the same command resumes it."""
     _starting(" ".join(["to train by", str(recipe), *(overrides or [])]), as_json)
-    _run("training", recipe, overrides or [], as_json, function="by_recipe")
+    from tidemill.cli.commands import training
+
+    raise typer.Exit(training.by_recipe(recipe, overrides or [], as_json))  # directly: few functions stand above the loop
 
 
 @app.command()
