@@ -48,7 +48,7 @@ def test_a_pipe_that_does_not_block_is_waited_for():
     assert reader.communicate(timeout=30)[0] == b"1000001\n" and not lost
 
 
-COMMAND = f"exec {sys.executable} -m tidemill.cli.main {{}}"
+COMMAND = f"exec {sys.executable} -m tidemill.cli {{}}"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ COMMAND = f"exec {sys.executable} -m tidemill.cli.main {{}}"
     ],
 )
 def test_commands_and_their_streams(shell, status, out, err, tmp_path: Path):
-    """`python -m tidemill.cli.main` is the command line, too."""
+    """`python -m tidemill.cli` is the command line, too."""
     if "/dev/full" in shell and not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     line = COMMAND.format(shell).replace("exec ", "") if "|" in shell else COMMAND.format(shell)

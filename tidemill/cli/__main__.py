@@ -1,0 +1,5 @@
+"""`python -m tidemill.cli`: another name for `python -m tidemill`."""
+
+from tidemill.cli.main import main
+
+main()
