@@ -26,7 +26,7 @@ from tidemill.models.hf_weights import load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.tokenizer import load_tokenizer
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.trainer_kinds import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 from tidemill.weight_sync.transport import make_receiver, make_sender
 

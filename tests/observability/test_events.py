@@ -37,6 +37,6 @@ def test_the_user_and_the_ledger_are_told_the_same() -> None:
     noted, kept = [], []
     session = SimpleNamespace(ledger=SimpleNamespace(event=lambda *event: kept.append(event)), note=noted.append)
     detail = {"engine": "engine-0", "after_s": 1.5, "log": "first line\nsecond line"}
-    Session.tell(session, "engine_restarted", detail)  # type: ignore[arg-type]
+    Session.record_event(session, "engine_restarted", detail)  # type: ignore[arg-type]
     assert kept == [("engine_restarted", detail)]
     assert noted == ["engine restarted: engine-0, after 1.5 s, first line"]  # a note is a line

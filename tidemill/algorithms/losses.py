@@ -5,9 +5,10 @@ trainer's at the start of the step, mu the engine's when it sampled the token, A
 Three ratios, never to be mixed: r = pi / p_hat moves with the optimizer inside a step, rho = pi / mu holds staleness,
 mismatch and drift together, k = p_hat / mu is constant in a step; rho = r k.
 
-On policy (pi = p_hat = mu) the terms of every policy loss add up to the gradient -A grad log pi. loss(c A) = c loss(A) for
-a detached c >= 0, one a token (one a sequence for those in `presets.PER_SEQUENCE`): so a correction for stale or mismatched
-tokens is multiplied into the advantages, which is exact, and no loss here knows of any.
+On policy (pi = p_hat = mu) the terms of every policy loss add up to the gradient -A grad log pi. Every policy loss scales
+with its advantage: loss(c A) = c loss(A) for a detached c >= 0, one a token (one a sequence for `presets.PER_SEQUENCE`). The
+corrections of `corrections.py` are therefore factors on the advantages, and no loss has code for them; some losses (aipo,
+a3po) also correct by a formula of their own.
 
 Constants come as keyword arguments from a `LossSpec`; a user's own loss is `FILE.py:function` with the same signature:
 

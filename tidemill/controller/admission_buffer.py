@@ -1,7 +1,7 @@
 """Admission slots and the finished groups that wait for the trainer (bounds age, I2).
 
 A group holds one slot from its admission until the engines hold the weights of the step that trained on it; a dropped
-group gives its slot back at once. With P groups a step and a look-ahead of W (1 <= W <= max_lag * P + 1) there are
+group gives its slot back at once. With P groups a step and a window of W ids (1 <= W <= max_lag * P + 1) there are
 B = (max_lag + 1) * P - W + 1 slots, and nothing that is trained on is more than max_lag versions old.
 
 Proof. Let g be admitted while the engines hold version v. The groups that steps v, v+1, ... train on before g are, first,
@@ -10,9 +10,10 @@ and, second, those that overtake g, at most W - 1 (only ids in [head, head + W) 
 That is at most (max_lag + 1) * P - 1 groups, hence at most max_lag whole steps, so g is in step v + max_lag or before.
 Every token of g was sampled by v or later.
 
-A step with n places left may also take any of the n oldest waiting groups, whatever the window (`take(places)`). Such a
-group x, beyond the window of a waiting g < x, does not overtake g into an earlier step: fewer than n groups wait before x,
-g among them, so the step has a place left for each. The same argument holds for every group that is taken after x.
+A step with n places left may also take any of the n oldest waiting groups, whatever the window (`take(places)`). Taking
+such an x, beyond the window of an older waiting g, cannot push g into a later step: fewer than n groups wait before x, g
+among them, so the n - 1 places that are left suffice for all of them. Later picks keep this true: those by order are again
+among the oldest that the places suffice for, and those by window have ids below x, so they are counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Buffer:
         next_id: int = 0,
         live: Sequence[int] = (),
     ) -> None:
-        """Open a buffer for steps of `batch` groups (P) with a look-ahead of `window` ids (W).
+        """Open a buffer for steps of `batch` groups (P) with a window of `window` ids (W).
 
         total: how many groups are still to be trained on, or None. No more than that are admitted, dropped ones not
         counted, so that nothing is sampled for a step that will not come. When a run goes on, `live` are the ids that

@@ -112,7 +112,7 @@ class Controller:
     _drops: Drops = field(default_factory=Drops)  # since the latest group that was kept
     _saved: int = 0  # step of the latest checkpoint
     _saving: asyncio.Task[None] | None = None
-    _telling: asyncio.Task[None] | None = None  # the observer of the latest step
+    _reporting: asyncio.Task[None] | None = None  # the observer of the latest step
 
     def stop(self) -> None:
         """Ask the run to end after the step it is in."""
@@ -220,19 +220,19 @@ class Controller:
             if self.schedule.deterministic:  # the previous weights sample all that is theirs before the next are published
                 with self.timeline.phase("rollouts"):
                     await self.buffer.settled()
-            await self._told()  # report the step before; this step is reported during the next one, or before a checkpoint
-            told = self.observer.trained(step - 1, groups, prepared.samples, result, prepared.metrics | metrics)
+            await self._reported()  # the step before; this one is reported during the next one, or before a checkpoint
+            report = self.observer.trained(step - 1, groups, prepared.samples, result, prepared.metrics | metrics)
             saves = step == self.schedule.steps or self._due(step, self.schedule.checkpoint_every)
             if saves:
                 with self.timeline.phase("metrics"):
-                    await told  # bounded: its calls have deadlines
+                    await report  # bounded: its calls have deadlines
                 await self._checkpoint(tasks, step)
             publishing = tasks.create_task(self._publish(step, len(groups)))
             with self.timeline.phase("publication"):
                 await asyncio.sleep(0)  # the trainer is asked to publish before it is asked for the next gradient
             if not saves:
-                self._telling = tasks.create_task(told)
-        await self._told()
+                self._reporting = tasks.create_task(report)
+        await self._reported()
         await self._published(publishing)
         if step > self._saved:  # the run was asked to stop: save what was trained
             await self._checkpoint(tasks, step)
@@ -253,10 +253,10 @@ class Controller:
                 if self.hooks.probe and self._due(step, self.schedule.probe_every):
                     await self.hooks.probe(version, update.samples, result.logprobs)
 
-    async def _told(self) -> None:
-        if self._telling:
+    async def _reported(self) -> None:
+        if self._reporting:
             with self.timeline.phase("metrics"):
-                await self._telling  # bounded: its calls have deadlines
+                await self._reporting  # bounded: its calls have deadlines
 
     async def _published(self, publishing: Publication) -> list[Version]:
         with self.timeline.phase("publication"):

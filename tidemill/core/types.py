@@ -213,7 +213,7 @@ class Trajectory:
     finish: Finish
     outcome: Outcome | None = None  # the attempt's, on its last row only; None until it was scored
     sources: tuple[Version, ...] = ()  # the distinct versions behind `versions`, oldest first
-    sample: int = 0  # the attempt that it is a row of; GREEDY: the baseline of the others
+    sample: int = 0  # number of the attempt whose row this is; GREEDY: the noise-free attempt the others are compared with
     seat: int = 0  # who speaks in it, where an attempt has several agents
     turns: int = 1
     temperature: float = 1.0  # what `logprobs` were taken at
@@ -329,7 +329,7 @@ class Sample:
     lags: Array | None = None  # [T] int32  updates since the weights that sampled it, if the loss reads that; else 0
     support: Support | None = None  # rows align with the masked positions: logprobs are of the distribution over these ids
     group: int = -1
-    attempt: int = 0  # `Trajectory.sample`
+    attempt: int = 0  # its number, see `Trajectory.sample`
     extras: TokenExtras = field(default_factory=dict)  # [T, *shape] each: see `token_extras`
 
     @property

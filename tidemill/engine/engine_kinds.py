@@ -18,9 +18,8 @@ from tidemill.runtime.cpu_sharing import CoreShare
 
 UNPUBLISHED = Version(-1)  # an engine's version before the first publication; nothing may be sampled from it
 ENGINES = Registry("engine.kind")
-ENGINES.register(
-    *("native", "tidemill.engine.native.engine_settings:EngineSettings", "tidemill.engine.native.build_native_engine:build")
-)
+_NATIVE = "tidemill.engine.native"
+ENGINES.register("native", f"{_NATIVE}.engine_settings:EngineSettings", f"{_NATIVE}.build_native_engine:build")
 
 
 class BaseEngineSettings(KindSettings, registry=ENGINES):

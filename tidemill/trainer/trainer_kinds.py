@@ -18,9 +18,7 @@ from tidemill.runtime.cpu_sharing import CoreShare
 from tidemill.weight_sync.sync_settings import BaseSyncSettings
 
 TRAINERS = Registry("trainer.kind")
-TRAINERS.register(
-    *("native", "tidemill.trainer.trainer_kinds:TrainerSettings", "tidemill.trainer.build_native_trainer:build")
-)
+TRAINERS.register("native", f"{__name__}:TrainerSettings", "tidemill.trainer.build_native_trainer:build")
 
 
 class BaseTrainerSettings(KindSettings, registry=TRAINERS):
