@@ -82,14 +82,14 @@ def test_an_interrupted_run_ends_in_the_same_weights(model, whole: Path, tmp_pat
 
 
 def test_steps_are_trained_again_with_what_they_trained_again(model, tmp_path: Path, monkeypatch):
-    end = Controller._told
+    end = Controller._reported
 
     async def falls(self):
         if self.step == 5:
             raise RuntimeError("the power is gone")
         await end(self)
 
-    monkeypatch.setattr(Controller, "_told", falls)
+    monkeypatch.setattr(Controller, "_reported", falls)
     with pytest.raises(RuntimeError, match="the power is gone"):
         run(model, tmp_path / "run", 8)
     monkeypatch.undo()

@@ -257,6 +257,10 @@ def is_undisturbed(completion: str) -> float:
     )
 
 
+def waits_passively(completion: str) -> float:
+    return float(os.environ.get("OMP_WAIT_POLICY") == "PASSIVE")
+
+
 KINDS = {
     "sleeps": sleeps, "segfaults": segfaults, "exits": exits, "raises": raises, "nan": nan, "inf": inf, "string": string,
     "prints": prints_a_gigabyte, "returns": returns_a_gigabyte, "closes": closes_everything, "stops": stops_itself,

@@ -164,9 +164,11 @@ async def test_a_death_is_seen_at_once_though_a_forked_child_lives_on(pool, tmp_
     await good(pool)
 
 
-async def test_memory_is_limited():
+async def test_memory_is_limited_and_idle_threads_do_not_spin(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY")  # as in a user's shell
     pool = RewardPool(workers=1, limit_s=20, memory_mb=4096)
     try:
+        assert await pool.call(f"{FAULTY}:waits_passively", ["x"]) == Score(1.0)
         outcome = await pool.call(f"{FAULTY}:eats_memory", ["x"])
         assert isinstance(outcome, InfraError)
         assert "MemoryError" in outcome.reason

@@ -57,7 +57,8 @@ class WorkerProcess:
     @classmethod
     async def start(cls, module: str, title: str, memory_mb: int) -> Self:
         """Run MODULE as a worker below its keepers. title: the worker's name in messages."""
-        # A fixed hash seed: the order of a set in a user's code must not differ from run to run.
+        # A fixed hash seed: the order of a set in a user's code must not differ from run to run. A user's threads that have
+        # nothing to do must not spin on cores where trainer and engines compute.
         mark = f"{MARK}{next(_numbers)}."
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", keeper.__name__, module, str(memory_mb), str(os.getpid())),
@@ -65,7 +66,7 @@ class WorkerProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # a process group of its own, and no Ctrl-C from the terminal
-            env={**os.environ, "PYTHONHASHSEED": "0", MARK_NAME: mark.partition("=")[2]},
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONHASHSEED": "0", MARK_NAME: mark.partition("=")[2]},
         )
         child = cls(process, title, mark)
         try:
