@@ -210,7 +210,7 @@ class SqliteLedger(LedgerReads, contextlib.AbstractContextManager):
             return undo(db, first, unreadable)
 
     def record_again(self, group: Group) -> bool:
-        """Replace a group's unreadable payloads by the same, sampled again; False, and nothing, if they differ."""
+        """Replace a group's unreadable payloads by the same ones, sampled again. False: they differ, nothing changed."""
         payloads = [serialization.encode(t) for t in group.trajectories]
         assert self._segments is not None
         with self._write() as db:

@@ -277,7 +277,7 @@ async def busy(under_test: NativeEngine, text: np.ndarray) -> asyncio.Future[Com
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "checkpoint"])
-async def test_weights_staged_weight_updates_are_those_that_were_published(transport, a_piece_a_turn, tmp_path: Path):
+async def test_weights_staged_between_steps_are_those_that_were_published(transport, a_piece_a_turn, tmp_path: Path):
     """Steps sample with the old weights to the bit, until all has been staged; then everything is the new ones'."""
     sender = make_sender(SyncSettings(transport=transport), tmp_path)
     text, new = prompts(1)[0], decoder(ARCH, seed=1)
@@ -304,7 +304,7 @@ async def test_weights_staged_weight_updates_are_those_that_were_published(trans
         sender.close()
 
 
-async def test_a_mismatch_weight_updates_leaves_the_old_weights_served(a_piece_a_turn):
+async def test_a_mismatch_between_steps_leaves_the_old_weights_served(a_piece_a_turn):
     memory, text = MemoryReceiver(), prompts(1)[0]
     receiver = Watched(memory, wrong=9)
     under_test = engine(ARCH, receiver=receiver, prefix_cache=False)  # type: ignore[arg-type]
@@ -385,7 +385,7 @@ async def test_without_steps_turns_follow_one_another_and_callers_have_theirs(as
     await under_test.close()
 
 
-async def test_what_is_staged_weight_updates_is_told_in_the_engines_account(monkeypatch):
+async def test_what_is_staged_between_steps_is_told_in_the_engines_account(monkeypatch):
     """Its turns lie in what the loop calls its yields, and are no part of its steps."""
     monkeypatch.setattr(weight_updates, "TURN_S", 0.0)
     memory, text = MemoryReceiver(), prompts(1)[0]
