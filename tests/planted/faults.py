@@ -815,4 +815,23 @@ FAULTS = [
         "    except (TidemillError, ValueError) as error:",
         "run/test_bad_input.py::test_paths_that_are_longer_than_the_system_takes_are_one_sentence",
     ),
+    # which device does what
+    Fault(
+        "theta is the share of the wrong role",
+        "            return self.sample_s / (self.train_s + self.sample_s)",
+        "            return self.train_s / (self.train_s + self.sample_s)",
+        "run/planner/test_split.py",
+    ),
+    Fault(
+        "a role's batch is larger than its memory",
+        "        fits = min(asked, room / self.batch_bytes if self.batch_bytes else math.inf)",
+        "        fits = asked",
+        "run/planner/test_split.py",
+    ),
+    Fault(
+        "every trainer device holds the whole state",
+        "        room = memory - self.device_bytes - self.state_bytes / devices",
+        "        room = memory - self.device_bytes - self.state_bytes",
+        "run/planner/test_split.py",
+    ),
 ]
