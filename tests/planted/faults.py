@@ -834,4 +834,10 @@ FAULTS = [
         "        room = memory - self.device_bytes - self.state_bytes",
         "run/planner/test_split.py",
     ),
+    Fault(
+        "a role sees another device than the one it was given",
+        'seen.split(",")[number].strip() if seen else str(number)',
+        "str(number)",
+        "runtime/test_local.py::test_a_role_sees_the_device_it_was_given",
+    ),
 ]

@@ -32,7 +32,7 @@ from tidemill.run.placement_kinds import BasePlacementSettings as BasePlacement
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.roles import build_role, start_engine, start_role
 from tidemill.run.storage.run_folder import RunFolder
-from tidemill.runtime.placement import Inline, Placement
+from tidemill.runtime.placement import Inline, Placement, Resources
 from tidemill.trainer.trainer_kinds import TRAINERS, TrainerSettings, TrainerSpec
 from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings, SyncSettings
 from tidemill.weight_sync.transport import Transport, checkpoint
@@ -212,7 +212,7 @@ def test_a_role_parses_its_spec_once_and_its_builder_takes_it(
 
     settings = StampedEngine(stamp=str(tmp_path), device="cpu", context=32)
     spec = EngineSpec(name="engine-3", model=model, engine=settings, transport="checkpoint", cached_versions=5)
-    asyncio.run(start_role(cast(Any, Wire()), Engine, spec, 1, {}))
+    asyncio.run(start_role(cast(Any, Wire()), Engine, spec, Resources(1), {}))
     settings_of = ENGINES.settings_of
     monkeypatch.setattr(ENGINES, "settings_of", lambda kind: parsed.append(kind) or settings_of(kind))
     monkeypatch.setattr(roles, "build", lambda kind, tree: parsed.append(kind.__name__) or build(kind, tree))

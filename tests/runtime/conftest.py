@@ -12,6 +12,7 @@ import pytest_asyncio
 from echo_worker import WORKER, Echo, Start
 
 from tidemill.runtime.local import Local, LocalProcess
+from tidemill.runtime.placement import Resources
 
 
 @pytest.fixture
@@ -27,18 +28,26 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 @pytest_asyncio.fixture
 async def start(tmp_path: Path, temporary: Path) -> AsyncIterator[Start]:
-    """start(spec, name=, command=, threads=, deadlines=, start_deadline=, liveness=): an echo in a process of its own.
+    """start(spec, name=, command=, threads=, device=, deadlines=, start_deadline=, liveness=): an echo in its own process.
 
     Those with the same command and liveness share a placement. Afterwards there is no process left.
     """
     placements: dict[str, Local] = {}
 
     async def begin(
-        spec=None, name="engine-0", command=WORKER, threads=None, deadlines=None, start_deadline=60.0, liveness=None
+        spec=None,
+        name="engine-0",
+        command=WORKER,
+        threads=None,
+        device="",
+        deadlines=None,
+        start_deadline=60.0,
+        liveness=None,
     ):
         placement = placements.setdefault(f"{command} {liveness}", Local(tmp_path / "logs", command, liveness=liveness))
         placement._start_deadline = start_deadline
-        handle: LocalProcess[Echo] = await placement.start(Echo, "engine", name, spec or {}, threads, deadlines)
+        resources = Resources(threads, device)
+        handle: LocalProcess[Echo] = await placement.start(Echo, "engine", name, spec or {}, resources, deadlines)
         return handle
 
     before = set(psutil.Process().children())

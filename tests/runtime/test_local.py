@@ -197,6 +197,27 @@ async def test_the_launch_is_private(temporary: Path, start: Start) -> None:
     assert len(os.listdir("/dev/fd")) == before
 
 
+@pytest.mark.parametrize(
+    ("given", "device", "seen"),
+    [
+        (None, "", ""),
+        (None, "cuda:3", "3"),
+        ("4, 7,GPU-1f", "cuda:1", "7"),
+        ("4,GPU-1f", "cuda:1", "GPU-1f"),
+        ("4,7", "", "4,7"),
+    ],
+)
+async def test_a_role_sees_the_device_it_was_given(
+    start: Start, monkeypatch: pytest.MonkeyPatch, given: str | None, device: str, seen: str
+) -> None:
+    """By the numbers of this process, which may itself see only some."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    child = await start(device=device)
+    assert (await child.proxy.environment("CUDA_VISIBLE_DEVICES") or "") == seen
+
+
 async def test_large_arrays_travel(start: Start) -> None:
     child = await start()
     array = np.random.default_rng(0).random(2_000_000)

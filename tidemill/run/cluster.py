@@ -24,7 +24,7 @@ from tidemill.run.recipe import RunConfig
 from tidemill.run.roles import ENGINE_DEADLINES, REFERENCE_DEADLINES, TRAINER_DEADLINES, budget_of, start_role
 from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime.cpu_sharing import CoreBoard, CoreShare, core_board
-from tidemill.runtime.placement import Handle, Placement
+from tidemill.runtime.placement import Handle, Placement, Resources
 from tidemill.trainer.trainer_kinds import TrainerSpec, folder_of
 
 GRACE_S = 1.0  # for the report of a process's end to arrive
@@ -139,8 +139,8 @@ class _Starter:
     started: list[Handle[Any]] = field(default_factory=list)
 
     async def trainer(self, spec: TrainerSpec) -> Handle[Trainer]:
-        threads = self.config.placement.trainer_threads
-        handle = await start_role(self.placement, Trainer, spec, threads, TRAINER_DEADLINES)
+        resources = Resources(self.config.placement.trainer_threads)
+        handle = await start_role(self.placement, Trainer, spec, resources, TRAINER_DEADLINES)
         self.started.append(handle)  # at once: a sibling's failure must not leave it running
         return handle
 
@@ -148,7 +148,7 @@ class _Starter:
         threads = self.config.placement.engine_threads
         spec = self.engines[role].model_copy(update={"name": name, "core_share": self.board.share(name, threads)})
         deadlines = REFERENCE_DEADLINES if role == "reference" else ENGINE_DEADLINES
-        handle = await start_role(self.placement, Engine, spec, threads, deadlines)
+        handle = await start_role(self.placement, Engine, spec, Resources(threads), deadlines)
         self.started.append(handle)
         return handle
 

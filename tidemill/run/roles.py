@@ -24,7 +24,7 @@ from tidemill.run.preflight.probe_process import Preparation
 from tidemill.run.recipe import RunConfig
 from tidemill.run.recipe_tables import SuperviseSettings
 from tidemill.runtime.cpu_sharing import Cores, CoreShare, SharedCores
-from tidemill.runtime.placement import Built, Handle, Liveness, Placement
+from tidemill.runtime.placement import Built, Handle, Liveness, Placement, Resources
 from tidemill.trainer.trainer_kinds import TRAINERS, TrainerSpec
 from tidemill.weight_sync.sync_settings import TRANSPORTS
 
@@ -153,7 +153,7 @@ async def start_engine(config: RunConfig, model: Path, logs: Path, threads: int)
     """Start one engine that serves a folder's weights as version 0 and is never updated."""
     spec = EngineSpec(model=model, engine=config.engine)
     async with placed(config.placement, logs, config.supervise) as placement:
-        handle = await start_role(placement, Engine, spec, threads, ENGINE_DEADLINES)
+        handle = await start_role(placement, Engine, spec, Resources(threads), ENGINE_DEADLINES)
         try:
             yield handle.proxy
         finally:
@@ -163,7 +163,7 @@ async def start_engine(config: RunConfig, model: Path, logs: Path, threads: int)
 @asynccontextmanager
 async def preparing(config: RunConfig, placement: Placement) -> AsyncIterator[Preparation]:
     """Start the process that prepares a run; the end kills it, as it holds nothing."""
-    handle = await start_role(placement, Preparation, PreparationSpec(recipe=config), None, PREPARATION_DEADLINES)
+    handle = await start_role(placement, Preparation, PreparationSpec(recipe=config), Resources(), PREPARATION_DEADLINES)
     try:
         yield handle.proxy
     finally:
@@ -175,10 +175,10 @@ async def start_role(
     placement: Placement,
     protocol: type[T],
     spec: EngineSpec | TrainerSpec | PreparationSpec,
-    threads: int | None,
+    resources: Resources,
     deadlines: dict[str, float],
 ) -> Handle[T]:
-    """Start a role. deadlines: seconds by method of `protocol`. threads: CPU threads, or None."""
+    """Start a role. deadlines: seconds by method of `protocol`."""
     tree = spec.model_dump(mode="json", exclude={"role", "name"})
     tree["kinds"] = {what: registry.table() for what, registry in REGISTRIES.items()}
-    return await placement.start(protocol, spec.role, spec.name, tree, threads, deadlines)
+    return await placement.start(protocol, spec.role, spec.name, tree, resources, deadlines)

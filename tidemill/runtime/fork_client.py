@@ -27,6 +27,7 @@ from tidemill.core.errors import PeerTimeout, StartFailed
 from tidemill.observability.stall_report import waiting
 from tidemill.runtime import fork_server
 from tidemill.runtime.fork_server import LENGTH, ForkRequest, Launch, frame
+from tidemill.runtime.placement import Resources
 from tidemill.runtime.process_logs import Log, describe
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ NAME = "the fork server"
 FORK_S = 30.0  # limit of one fork, which takes milliseconds: the server does nothing else
 NOTICE_S = 5.0  # limit for the server to report that a child has ended
 KILL_S = 10.0  # limit for the kernel to end a process that was sent SIGKILL
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _LAST_S = 1.0  # from the end of the server's channel to the end of the server
 _LOOK_S = 0.01
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -49,6 +51,15 @@ def role_environment() -> dict[str, str]:
 def server_environment() -> dict[str, str]:
     """Environment of the fork server: libraries start no threads on import, for then it could not fork."""
     return role_environment() | _THREADLESS
+
+
+def _environment_of(resources: Resources) -> dict[str, str]:
+    """Variables that give a role its threads and its device."""
+    found = {name: str(resources.threads) for name in _THREADS if resources.threads}
+    if resources.device:
+        number, seen = int(resources.device.removeprefix("cuda:")), os.environ.get(VISIBLE_DEVICES)
+        found[VISIBLE_DEVICES] = seen.split(",")[number].strip() if seen else str(number)
+    return found
 
 
 class ForkedProcess:
@@ -129,7 +140,7 @@ class ForkServer:
     def usable(self) -> bool:
         return not self.gone and not self._killed
 
-    async def fork(self, launch: Launch, report: int, log: Path, threads: int | None, seconds: float) -> ForkedProcess:
+    async def fork(self, launch: Launch, report: int, log: Path, resources: Resources, seconds: float) -> ForkedProcess:
         """Fork a child that runs `launch` in this process's folder and environment. report: its pipe, a descriptor.
 
         Raises StartFailed when the server cannot fork, and PeerTimeout when it is not ready within `seconds` or does not
@@ -140,13 +151,13 @@ class ForkServer:
         if self.gone:
             raise StartFailed(f"{launch.name} did not start: {self.gone}")
         key, answer = next(self._ids), asyncio.get_running_loop().create_future()
-        more = dict.fromkeys(_THREADS, str(threads)) if threads else {}
-        variables = [(os.fsencode(name), os.fsencode(value)) for name, value in {**role_environment(), **more}.items()]
+        environment = role_environment() | _environment_of(resources)
+        variables = [(os.fsencode(name), os.fsencode(value)) for name, value in environment.items()]
         self._asked[key] = answer
         try:
             with open(log, "ab") as output, contextlib.ExitStack() as after:
                 after.callback(os.close, folder := os.open(".", os.O_RDONLY))
-                self._send(ForkRequest(key, launch, threads, variables), [report, output.fileno(), folder])
+                self._send(ForkRequest(key, launch, resources.threads, variables), [report, output.fileno(), folder])
             child = await self._answer(answer, "fork", min(seconds, FORK_S))
         except BaseException:  # the caller has left: nobody else would end the child
             if answer.done() and isinstance(child := answer.result(), ForkedProcess):

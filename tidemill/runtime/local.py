@@ -31,7 +31,7 @@ from tidemill.core import serialization
 from tidemill.core.errors import CodecError, PeerDied, PeerTimeout, RemoteError, StartFailed
 from tidemill.runtime.fork_client import KILL_S, ForkedProcess, ForkServer
 from tidemill.runtime.fork_server import Launch
-from tidemill.runtime.placement import Liveness, Vitals
+from tidemill.runtime.placement import Liveness, Resources, Vitals
 from tidemill.runtime.process_logs import Log
 from tidemill.runtime.role_host import REPORT_LENGTH, Ready, Report
 from tidemill.runtime.rpc import Connection, check_deadlines
@@ -181,12 +181,12 @@ class Local:
         role: str,
         name: str,
         spec: dict[str, Any],
-        threads: int | None = None,
+        resources: Resources = Resources(),
         deadlines: Mapping[str, float] | None = None,
     ) -> LocalProcess[T]:
         """Fork a child, have it build the role, and connect to it. Its output goes to `logs/name.log`.
 
-        spec: plain data. threads: limit for the numerical libraries. Raises what building the object raised when that is of
+        spec: plain data. Raises what building the object raised when that is of
         the ValueError family, else StartFailed; PeerTimeout, naming the peer, when the start takes longer than its deadline.
         The child is then gone.
         """
@@ -198,7 +198,7 @@ class Local:
         reading, writing = os.pipe()
         try:
             launch = Launch(os.getpid(), token, role, name, spec)
-            process = await server.fork(launch, writing, log.path, threads, self._start_deadline)
+            process = await server.fork(launch, writing, log.path, resources, self._start_deadline)
         except BaseException:
             os.close(reading)
             raise

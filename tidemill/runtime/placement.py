@@ -37,6 +37,14 @@ class Vitals:
     busy: list[tuple[str, float]]  # calls in flight there, oldest first: method, seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Threads and device of one role."""
+
+    threads: int | None = None  # of the numerical libraries; None: their own default
+    device: str = ""  # the only device that the role sees, as its cuda:0: cuda:N as numbered here; "": it sees all
+
+
 Built = tuple[object, type]
 """An object, and the protocol that names its callable methods."""
 
@@ -76,7 +84,7 @@ class Placement(Protocol):
         role: str,
         name: str,
         spec: dict[str, Any],
-        threads: int | None = None,
+        resources: Resources = Resources(),
         deadlines: Mapping[str, float] | None = None,
     ) -> Handle[T]:
         """Start `name` in `role`. Raises ValueErrors of its construction as they are, else StartFailed."""
@@ -139,7 +147,7 @@ class Inline:
         role: str,
         name: str,
         spec: dict[str, Any],
-        threads: int | None = None,  # ignored: the threads of this process are not changed
+        resources: Resources = Resources(),  # ignored: the threads and devices of this process are not changed
         deadlines: Mapping[str, float] | None = None,  # checked, then not needed
     ) -> InlineHandle[T]:
         """Build the role. Raises ValueErrors of its construction as they are, else StartFailed."""
