@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -96,5 +97,8 @@ class CapabilityContract(ContractBase):
             pytest.skip("sleep: not declared, and refused")
         before = await engine.generate(GenerateRequest(PROMPT, FREE))
         await engine.sleep()
+        waiting = asyncio.ensure_future(engine.generate(GenerateRequest(PROMPT, FREE)))
+        await asyncio.sleep(0)
         await engine.wake()
         assert (await engine.generate(GenerateRequest(PROMPT, FREE))).tokens.tolist() == before.tokens.tolist()
+        assert (await waiting).tokens.tolist() == before.tokens.tolist(), "a call that came while it slept was answered"

@@ -112,7 +112,7 @@ class TransformersEngine:
     async def abort(self, key: str) -> None:
         self._aborted[key] += 1
 
-    async def sleep(self) -> None:
+    async def sleep(self, weights: bool = False) -> None:
         raise ValueError("sleep: this engine holds its memory until it is closed")
 
     async def wake(self) -> None:

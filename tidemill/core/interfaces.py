@@ -42,7 +42,7 @@ class Capabilities:
     score: bool = True  # `score` works
     extras: tuple[TokenExtra, ...] = ()  # returned where a request names them; with MODEL_LOGPROBS: alternatives, too
     constraint: bool = False  # a reply can be held to a grammar: `GenerateRequest.constraint`
-    sleep: bool = False  # `sleep` gives its memory back until `wake`
+    sleep: bool = False  # `sleep` and `wake` work
     proof: Literal["served", "received", "none"] = "served"  # what the fingerprint of `update` was computed over
     updates: UpdateSupport = field(default_factory=UpdateSupport)  # of the transport, too, that it was built with
 
@@ -90,8 +90,23 @@ class Engine(Sampler, Protocol):
         """
         ...
 
-    async def sleep(self) -> None: ...
-    async def wake(self) -> None: ...
+    async def sleep(self, weights: bool = False) -> None:
+        """Give the KV memory back, and with `weights` that of the weights, until `wake`.
+
+        An update under way is waited for, and with in_flight = "finish" all sequences in flight, too. Otherwise these are
+        kept, and prefilled again after `wake`. Calls that come meanwhile wait for `wake`; updates are taken at once. What
+        the prefix cache held is lost. Raises ValueError, and gives nothing back, when it could not get the weights again.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again and go on. Does nothing in an engine that is awake.
+
+        Without an update since its weights were given back, it reads the last one again. It raises PolicyMismatch, and
+        sleeps on, if that is gone: it then needs a newer one first.
+        """
+        ...
+
     async def stats(self) -> EngineStats: ...
     async def telemetry(self) -> Telemetry: ...
     async def close(self) -> None: ...

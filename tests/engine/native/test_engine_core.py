@@ -411,12 +411,18 @@ async def test_sleep_and_wake(started):
     await under_test.sleep()
     await under_test.sleep()
     assert under_test._cache is None
-    with pytest.raises(RuntimeError, match="asleep"):
-        await under_test.generate(GenerateRequest(prompt(), params))
-    await asyncio.sleep(0)
-    assert not call.done()
+    late = asyncio.ensure_future(under_test.generate(GenerateRequest(prompt(), params)))
+    scored = asyncio.ensure_future(under_test.score(prompt(), "policy", 1.0, 0))
+    before = under_test.progress()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not (call.done() or late.done() or scored.done()), "what comes while it sleeps waits"
+    assert under_test.progress() > before, "and nobody takes it for stuck"
+    await under_test.wake()
     await under_test.wake()
     np.testing.assert_array_equal((await call).tokens, expected.tokens)
+    np.testing.assert_array_equal((await late).tokens, expected.tokens)
+    assert len((await scored).logprobs) == len(prompt())
     await under_test.sleep()
     assert (await under_test.update(receiver.publish(1, decoder(seed=1)))).step == 1
     await under_test.wake()

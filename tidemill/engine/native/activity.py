@@ -18,13 +18,15 @@ class Activity:
 
     def __init__(self) -> None:
         self.counters: dict[str, float] = dict.fromkeys(
-            ("generated_tokens", "prompt_tokens", "cached_tokens", "steps", "busy_s", "preemptions"), 0.0
+            ("generated_tokens", "prompt_tokens", "cached_tokens", "lost_tokens", "steps", "busy_s", "preemptions"), 0.0
         )
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._busy: Span | None = None
         self._left: float | None = None  # time since which other tasks run
         self._away: Span | None = None  # their span before the next step
         self._beside, self.idle = Beside(), Idle()  # work in threads; times without work
+        self._asleep: tuple[int, float] | None = None  # the open span of its sleep, and when it began
+        self._slept = 0.0  # seconds, in sleeps that are over
 
     def step(self, start: float, end: float) -> None:
         """Record a step from `start` to `end`, seconds of the monotonic clock."""
@@ -60,6 +62,22 @@ class Activity:
     def beside(self, name: str, **args: float) -> AbstractContextManager[None]:
         """Context manager that records work beside the steps."""
         return self._beside.span(name, **args)
+
+    def fall_asleep(self, lost: int) -> None:
+        """Note that the engine sleeps from now on. lost: tokens that its prefix cache held."""
+        self.counters["lost_tokens"] += lost
+        self._asleep = self._beside.begin("asleep"), time.monotonic()
+
+    def wake_up(self) -> None:
+        assert self._asleep is not None
+        self._slept = self.slept_s
+        self._beside.end(self._asleep[0])
+        self._asleep = None
+
+    @property
+    def slept_s(self) -> float:
+        """Seconds of sleep so far, with those of a sleep that goes on."""
+        return self._slept + (0.0 if self._asleep is None else time.monotonic() - self._asleep[1])
 
     def take(self) -> list[Span]:
         """The spans since the last call. A span that is still open is split there."""

@@ -60,6 +60,11 @@ class BlockManager:
         """Pages that can be given out now."""
         return len(self._free) + len(self._unreferenced)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens in pages that a prompt may still find."""
+        return (len(self._by_key) - sum(len(self._by_salt[salt]) for salt in self._retired)) * self.page_size
+
     def count(self, tokens: int) -> int:
         """Pages that `tokens` tokens need."""
         return -(-tokens // self.page_size)

@@ -4,7 +4,7 @@
 
 Everything happens in one event loop: `_step` runs while there is work, and between two steps callers get their turn, as do
 `weight_updates`. Code outside of an `await` runs between two steps. Each sampled token is stamped with the version whose
-step sampled it (I1).
+step sampled it (I1). While it sleeps it has no cache and takes no steps; what it is asked waits.
 
 On a device the next step is launched before the tokens of this one are read (`_settle`). It leaves out rows that reach their
 limit. Rows that turn out to have stopped are computed in vain. Code that changes weights, or needs the tokens so far,
@@ -28,7 +28,7 @@ from tidemill.core.types import Array, Completion, Finish, GenerateRequest, InFl
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.batch_invariant import check_machine, run_invariant
-from tidemill.engine.native.cache_size import device_of, pages_of
+from tidemill.engine.native.cache_size import device_of, give_back, pages_of
 from tidemill.engine.native.cuda_graphs import paged_cache
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.kept_conversations import KeptConversations
@@ -113,7 +113,6 @@ class NativeEngine:
             cached_versions=cached_versions,
             check=self._check_alive,
             settle=self._settle,
-            asleep=lambda: self._cache is None,
         )
         self._memory = PeakMemory()
         self._under_way: UnderWay | None = None
@@ -158,25 +157,30 @@ class NativeEngine:
             length = int(self._scheduler.length[slot]) if slot >= 0 else 0  # without a slot it never ran
             self._complete(request, Finish.CANCELLED, length)
 
-    async def sleep(self) -> None:
-        """Free the KV memory. Running sequences are kept and prefilled again after `wake`.
-
-        New calls are refused until then.
-        """
+    async def sleep(self, weights: bool = False) -> None:
         self._check_alive()
-        if self._cache is None:
-            return
-        self._settle()
-        self._scheduler.preempt_all(renew=False)
-        self._scheduler.blocks = BlockManager(self._pages, self.settings.page_size, self.settings.prefix_cache)
-        self._cache = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        if weights:
+            self._updates.expect_remembered()
+        async with self._updates.one_at_a_time:
+            await self._updates.between_steps(self._fall_asleep)
+            if weights:
+                self._updates.forget()
+        give_back(self._device)
+
+    def _fall_asleep(self) -> None:
+        if self._cache is not None:
+            self._settle()
+            self._scheduler.preempt_all(renew=False)
+            self._activity.fall_asleep(self._scheduler.blocks.cached_tokens)
+            self._scheduler.blocks = BlockManager(self._pages, self.settings.page_size, self.settings.prefix_cache)
+            self._cache = None
 
     async def wake(self) -> None:
         self._check_alive()
+        await self._updates.remember(self._fail)
         if self._cache is None:
             self._cache = self._new_cache()
+            self._activity.wake_up()
             self._run()
 
     async def stats(self) -> EngineStats:
@@ -202,7 +206,8 @@ class NativeEngine:
         return self._failure is None
 
     def progress(self) -> float:
-        return self._activity.counters["steps"]
+        """Steps taken and seconds slept: an engine that sleeps is not stuck."""
+        return self._activity.counters["steps"] + self._activity.slept_s
 
     async def telemetry(self) -> Telemetry:
         self._activity.counters["preemptions"] = float(self._scheduler.preemptions)
@@ -218,7 +223,7 @@ class NativeEngine:
         self._cache = None
 
     def _run(self) -> None:
-        if self._loop is None or self._loop.done():
+        if self._cache is not None and (self._loop is None or self._loop.done()):
             self._activity.idle.begin()
             self._activity.leave()
             self._loop = asyncio.get_running_loop().create_task(self._work(), name=f"engine {self.name}")
@@ -226,9 +231,9 @@ class NativeEngine:
     async def _work(self) -> None:
         try:
             self._activity.back()
-            while self._cache is not None:
-                self._updates.commit_when_drained()
-                if not self._requests.under_way:
+            while True:
+                self._updates.act_when_drained()
+                if self._cache is None or not self._requests.under_way:
                     break
                 self._step(self._cache)
                 self._activity.leave()
@@ -353,8 +358,6 @@ class NativeEngine:
             raise ValueError(
                 f"policy {policy!r} is not served here: engine {self.name} serves {self._updates.weights.version.policy!r}"
             )
-        if self._cache is None:
-            raise RuntimeError(f"engine {self.name} is asleep: call wake() before giving it work")
         return checked_tokens(tokens, self._arch.vocab)
 
     async def _result(self, request: ActiveRequest) -> Any:

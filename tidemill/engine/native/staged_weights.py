@@ -3,7 +3,8 @@
     receive -> copy into the spare decoder -> fingerprint the staged weights -> compare     (the commit is the engine's)
     after the commit: verify the weights that are served now
 
-All of it is done in pieces, between which steps are taken: see `weight_updates.in_turns`.
+All of it is done in pieces, between which steps are taken: see `weight_updates.in_turns`. An engine that sleeps may have
+given both decoders back. Then a stage allocates one, and it is served without a spare beside it.
 The fingerprint is taken of the staged decoder, not of the received data, so it covers the copy as well. Two decoders take
 turns, so staging allocates nothing and generation continues meanwhile. A commit that changed only the label, or the decoder
 without its head or without the weights of decoding steps, is found before its version is confirmed: the sums of the bytes in
@@ -43,6 +44,16 @@ class Weights:
     version: Version
     decoding: DecodingWeights | None  # layers for compiled decoding steps, if there are any
 
+    @property
+    def held(self) -> bool:
+        """False if only their version is known: see `forgotten`."""
+        return not self.head.is_meta
+
+    def forgotten(self) -> Weights:
+        """The same version without its memory; nothing can be computed with it."""
+        shape = empty_decoder(self.decoder.arch, self.decoder.embed.weight.dtype, "meta")
+        return Weights(shape, shape.head_weight.detach(), self.version, None)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] float32 of hidden [n, D], accumulated in float32."""
         product = self.decoder.packed_head.product(hidden, len(self.head), wide=True)
@@ -76,31 +87,35 @@ class Staging:
     def __init__(self, receiver: Receiver, serving: Weights, pack: bool) -> None:
         self._receiver, self._pack = receiver, pack
         self.takes = UpdateSupport(several_parts=True).both(receiver.takes)
-        self._spare = _spare_of(serving.decoder, pack)
-        device = serving.decoder.embed.weight.device
-        self._uploads = Uploads(device) if device.type == "cuda" else None
+        self._spare: Decoder | None = _spare_of(serving.decoder, pack)
+        weight, self._arch = serving.decoder.embed.weight, serving.decoder.arch
+        self._device, self._dtype = weight.device, weight.dtype
+        self._uploads = Uploads(self._device) if self._device.type == "cuda" else None
         self._proven: tuple[Version, dict[str, int]] | None = None  # version and words of the latest stage
 
     def stage(self, update: WeightUpdate, serving: Weights) -> Work[Weights]:
         """Receive and verify a version. Raises PolicyMismatch if it is not the announced one."""
         if not update.version.fingerprint:
             raise PolicyMismatch(f"{update.version} was published without a fingerprint, so it cannot be verified")
-        with beside(serving.decoder.embed.weight.device):
+        with beside(self._device):
             return (yield from self._stage(update, serving))
 
     def _stage(self, update: WeightUpdate, serving: Weights) -> Work[Weights]:
         version = update.version
         totals: dict[str, int | None] = {}
+        if self._spare is None:
+            self._spare = empty_decoder(self._arch, self._dtype, self._device).requires_grad_(False)
+        spare = self._spare
         try:
-            yield from loading(self._spare, _noting(self._receiver.receive(update), totals), self._uploads)
+            yield from loading(spare, _noting(self._receiver.receive(update), totals), self._uploads)
         except ValueError as error:
             raise PolicyMismatch(f"{version}: what was received is not this model's weights: {error}") from error
-        held = yield from Contents.summing(self._spare, self._spare.embed.weight.dtype)
+        held = yield from Contents.summing(spare, self._dtype)
         if held.fingerprint != version.fingerprint:
             raise PolicyMismatch(f"{version}: {_difference(held, version, totals, serving.version)}")
         yield
-        self._proven = version, words_by_matrix(self._spare, held.words)
-        return (yield from _serving(self._spare, version, self._pack))
+        self._proven = version, words_by_matrix(spare, held.words)
+        return (yield from _serving(spare, version, self._pack))
 
     def prove(self, serving: Weights, version: Version) -> Work[None]:
         """Verify weights in use. Raises PolicyMismatch unless they are the latest stage, as `version`."""
@@ -111,7 +126,7 @@ class Staging:
         decoding = decoding_weights(serving.decoder)
         if (decoding and decoding.places) != (serving.decoding and serving.decoding.places):
             raise PolicyMismatch(f"{version} was staged and committed, but decoding steps compute with other weights")
-        with beside(serving.decoder.embed.weight.device):
+        with beside(self._device):
             found = yield from words_in_use(serving.decoder)
             same_head = yield from _same(serving.head, serving.decoder.head_weight.detach())
         if other := next((name for name in words if found.get(name) != words[name]), None):
@@ -121,7 +136,11 @@ class Staging:
 
     def retire(self, weights: Weights) -> None:
         """Take back weights that are served no more: their decoder receives the next version."""
-        self._spare = weights.decoder
+        self._spare = weights.decoder if weights.held else None
+
+    def forget(self) -> None:
+        """Free the spare decoder. The next stage allocates another one."""
+        self._spare = None
 
     def close(self) -> None:
         self._receiver.close()

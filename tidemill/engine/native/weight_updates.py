@@ -46,24 +46,23 @@ class WeightUpdater:
         cached_versions: int,
         check: Callable[[], None],
         settle: Callable[[], None],
-        asleep: Callable[[], bool],
     ) -> None:
         """Serve `weights` until the first update.
 
         staging: None if nothing is ever updated. cached_versions: how many recent versions keep their prefix cache. check:
-        raises when the engine has failed. settle: ends the step under way. asleep: True while no steps are taken, so that
-        nothing in flight can finish.
+        raises when the engine has failed. settle: ends the step under way.
         """
         self.weights = weights
         self.versions = [weights.version]  # every version served, in order; tokens are stamped with their index
         self._staging, self._scheduler, self._activity = staging, scheduler, activity
         self.takes = UpdateSupport(()) if staging is None else staging.takes
         self._name, self._in_flight, self._cached_versions = name, in_flight, cached_versions
-        self._check, self._settle, self._asleep = check, settle, asleep
+        self._check, self._settle = check, settle
         on_cuda = weights.decoder.embed.weight.device.type == "cuda"
         self._tells_device: ThreadPoolExecutor | None = background("staging") if on_cuda else None
-        self._one_at_a_time = asyncio.Lock()  # bounded: an update has its caller's deadline
-        self._draining: tuple[Weights, asyncio.Future[None]] | None = None  # a commit that waits for sequences in flight
+        self.one_at_a_time = asyncio.Lock()  # bounded: held for an update or a sleep, with the caller's deadline
+        self._draining: tuple[Callable[[], None], asyncio.Future[None]] | None = None  # waits for sequences in flight
+        self._latest: WeightUpdate | None = None  # that was committed
         scheduler.salt = weights.version.key
 
     async def update(self, update: WeightUpdate, fail: Callable[[Exception], None]) -> Version:
@@ -71,7 +70,7 @@ class WeightUpdater:
 
         fail: called when the served weights cannot be verified: nothing more may be sampled from them.
         """
-        async with self._one_at_a_time:
+        async with self.one_at_a_time:
             self._check()
             if self._staging is None:
                 raise RuntimeError(f"engine {self._name} was built without a receiver: it cannot be updated")
@@ -79,30 +78,67 @@ class WeightUpdater:
             self._check_forward(update.version)
             step = update.version.step
             fault_injection.reach(self._name, "stage", step)
-            staged = self._staging.stage(update, self.weights)
-            await self._commit(await self._beside_steps("stage", staged, step=step, bytes=update.bytes))
+            work = self._staging.stage(update, self.weights)
+            staged = await self._beside_steps("stage", work, step=step, bytes=update.bytes)
+            await self.between_steps(partial(self._swap, staged))
             try:
                 await self._beside_steps("prove", self._staging.prove(self.weights, update.version), step=step)
             except PolicyMismatch as error:
                 fail(error)
                 raise
+            self._latest = update
             return self.weights.version
 
-    def commit_when_drained(self) -> None:
-        """Do a waiting commit once nothing is in flight."""
+    async def remember(self, fail: Callable[[Exception], None]) -> None:
+        """Read the latest update again if `forget` freed its weights. Raises PolicyMismatch when it is gone."""
+        if not self.weights.held:
+            assert self._latest is not None
+            await self.update(self._latest, fail)
+
+    def expect_remembered(self) -> None:
+        """Raise ValueError if the weights could not be read again once they are freed."""
+        if self._latest is None:
+            raise ValueError(
+                f"sleep(weights=True): engine {self._name} has had no update that it could read its weights from again; "
+                "update it first, or let it keep them"
+            )
+
+    def forget(self) -> None:
+        """Free the served weights and the spare ones."""
+        if self.weights.held:
+            self.weights = self.weights.forgotten()
+        if self._staging is not None:
+            self._staging.forget()
+
+    async def between_steps(self, act: Callable[[], None]) -> None:
+        """Call `act`, with in_flight = "finish" once nothing is in flight any more. Nothing begins until then."""
+        self._check()
+        if self._in_flight != InFlight.FINISH or not self._scheduler.in_flight:
+            act()
+            return
+        self._scheduler.admitting = False
+        drained = asyncio.get_running_loop().create_future()
+        self._draining = (act, drained)
+        try:
+            await drained  # bounded: by the longest sequence in flight, and the caller's deadline
+        finally:
+            self._draining, self._scheduler.admitting = None, True
+
+    def act_when_drained(self) -> None:
+        """Do what waits for it once nothing is in flight."""
         if self._draining is not None and not self._scheduler.in_flight:
-            (staged, drained), self._draining = self._draining, None
-            self._swap(staged)
+            (act, drained), self._draining = self._draining, None
+            act()
             self._scheduler.admitting = True
             drained.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Fail a waiting commit with `error`."""
+        """Fail with `error` what waits for the end of sequences in flight."""
         if self._draining is not None and not self._draining[1].done():
             self._draining[1].set_exception(error)
 
     async def close(self) -> None:
-        async with self._one_at_a_time:  # an update may still be receiving
+        async with self.one_at_a_time:  # an update may still be receiving
             if self._staging is not None:
                 self._staging.close()
                 self._staging = None
@@ -122,21 +158,6 @@ class WeightUpdater:
                 return await in_thread(partial(at_once, work), pool=self._tells_device)
         return await in_turns(work, lambda begin, end: self._activity.span(name, begin, end, **args), self._check)
 
-    async def _commit(self, staged: Weights) -> None:
-        self._check()
-        if self._in_flight == InFlight.FINISH and self._scheduler.in_flight:
-            if self._asleep():
-                raise RuntimeError(f"engine {self._name} is asleep with sequences in flight: wake() it, they finish first")
-            self._scheduler.admitting = False
-            drained = asyncio.get_running_loop().create_future()
-            self._draining = (staged, drained)
-            try:
-                await drained  # bounded: by the longest sequence in flight, and the caller's deadline
-            finally:
-                self._draining, self._scheduler.admitting = None, True
-        else:
-            self._swap(staged)
-
     def _swap(self, staged: Weights) -> None:
         """Commit: the next step runs on `staged`."""
         assert self._staging is not None
@@ -145,7 +166,8 @@ class WeightUpdater:
         begin = time.monotonic()
         self._staging.retire(self.weights)
         self.weights = staged
-        self.versions.append(staged.version)
+        if staged.version != self.versions[-1]:  # otherwise these are the weights that were forgotten
+            self.versions.append(staged.version)
         before, self._scheduler.salt = self._scheduler.salt, staged.version.key
         self._scheduler.blocks.retire({version.key for version in self.versions[-self._cached_versions :]})
         if self._in_flight == InFlight.RECOMPUTE:
