@@ -78,6 +78,33 @@ def check_truth(steps: list[dict[str, Any]], report: dict[str, Any], max_lag: in
         assert max(s["mismatch/lag0/logprob_gap_max"] for s in steps) < 1e-4
 
 
+def test_taking_turns_on_a_device_changes_nothing_of_what_is_learnt(tmp_path):
+    """With one seed and fixed bits of sums: engines that sleep in the trainer's turn come to the same weights."""
+    rollout, models = {"groups": 4, "group_size": 4, "max_tokens": 3}, []
+    for share in ("beside", "sleep"):
+        folder = tmp_path / share
+        how = {"steps": 6, "max_lag": 1, "deterministic": True, "seed": 5, "rollout": rollout}
+        how |= {"placement": IN_PLACE | {"share": share}, "engine": {"max_sequences": 64, "page_size": 2}}
+        steps, report = learn(folder, repeat, LETTERS + "=:\n", **how)
+        check = report["groups"]
+        assert check["admitted"] == check["trained"] == 24 and report["mismatch_lag0"]["max"] < 1e-4
+        assert any(step.get("prefix_cache/lost_tokens") for step in steps) is (share == "sleep")
+        models.append(load_folder(folder / "run" / "final").state_dict())
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+@pytest.mark.slow
+def test_a_policy_learns_while_its_rollouts_pause_for_the_trainers_turns(tmp_path):
+    rollout = {"groups": 8, "group_size": 8, "max_tokens": 3}
+    for seed in (0, 1):
+        how = {"steps": 50, "max_lag": 2, "rollout": rollout, "seed": seed, "placement": IN_PLACE | {"share": "sleep"}}
+        steps, report = learn(tmp_path / str(seed), repeat, LETTERS + "=:\n", **how)
+        check_truth(steps, report, 2)
+        if risen(steps) > 4:
+            return
+    pytest.fail("not learnt")
+
+
 def test_without_lag_every_token_is_of_the_weights_that_train_on_it(tmp_path):
     rollout = {"groups": 8, "group_size": 8, "max_tokens": 3}
     steps, report = learn(tmp_path, repeat, LETTERS + "=:\n", steps=9, max_lag=0, rollout=rollout)

@@ -840,4 +840,53 @@ FAULTS = [
         "str(number)",
         "runtime/test_local.py::test_a_role_sees_the_device_it_was_given",
     ),
+    # trainer and engines on one device
+    Fault(
+        "the trainer's turn begins before an evaluation has ended",
+        "        await self._published(publishing)\n        await self._settled()",
+        "        await self._settled()",
+        "controller/test_device_turns.py",
+    ),
+    Fault(
+        "a deterministic run pauses groups of the present weights",
+        "        await self._published(publishing)\n        await self._settled()",
+        "        await self._published(publishing)",
+        "controller/test_device_turns.py",
+    ),
+    Fault(
+        "an engine that joins in the trainer's turn takes its memory",
+        "                if self._asleep_since is not None:\n                    await member",
+        "                if False:\n                    await member",
+        "controller/test_device_turns.py",
+    ),
+    Fault(
+        "an episode's limit runs on in the trainer's turn",
+        "(left := end - clock() + paused_s()) > 0:",
+        "(left := end - clock()) > 0:",
+        "controller/test_device_turns.py",
+    ),
+    Fault(
+        "an engine that sleeps is taken for stuck",
+        'self._activity.counters["steps"] + self._activity.slept_s',
+        'self._activity.counters["steps"]',
+        "engine/native/test_engine_core.py::test_sleep_and_wake",
+    ),
+    Fault(
+        "an engine that sleeps keeps its spare weights",
+        "            self._staging.forget()\n",
+        "            pass\n",
+        "engine/native/test_sleep.py",
+    ),
+    Fault(
+        "weights are given back that cannot come again",
+        "        if weights:\n            self._updates.expect_remembered()\n",
+        "",
+        "engine/native/test_sleep.py",
+    ),
+    Fault(
+        "what the prefix cache lost is not counted",
+        "fall_asleep(self._scheduler.blocks.cached_tokens)",
+        "fall_asleep(0)",
+        "engine/native/test_sleep.py",
+    ),
 ]

@@ -8,6 +8,7 @@
 Step s trains weights s into weights s + 1. Its forward and backward run while version s is still being published. Its
 update waits until the publication has ended, because weights must not change under a reader. With `stream`, the gradient
 of finished groups is computed while the step's other groups are still sampled. Synchronous RL is max_lag = 0, no other loop.
+With `turns`, trainer and engines share a device: the gradient waits for the publication, and rollouts for its end.
 
 A step's composition is in the ledger before its gradient is complete, and before any weight changes (I3). Every token's
 version is one that this run published (I1), and none is older than max_lag (I2). Only replayed groups (`again`) may be
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.circuit_breaker import Gate
+from tidemill.controller.device_turns import DeviceTurns
 from tidemill.controller.dropped_groups import Drops
 from tidemill.controller.train_step import Begun, computed_tokens, train_on
 from tidemill.core import fault_injection
@@ -106,6 +108,7 @@ class Controller:
     versions: dict[PolicyKey, Version] = field(default_factory=dict)  # those that were published
     learn: Callable[[Group], None] = lambda group: None  # called with each recorded group; `task_at` may depend on it
     again: Callable[[int], Sequence[Group]] = lambda step: ()  # groups of earlier steps that a step trains once more
+    turns: DeviceTurns = field(default_factory=DeviceTurns)  # on the device, if trainer and engines share one
     timeline: Timeline = field(default_factory=Timeline)  # what the loop does when, for the time breakdown
     step: int = 0  # steps done
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -203,6 +206,8 @@ class Controller:
             if gathered is None:
                 break
             groups, begun = gathered
+            if self.turns.taken:
+                await self._take_device(publishing)
             with self.timeline.phase("ledger"):
                 again = self.again(step)
             await self._expect_fresh(step, groups[len(begun.groups) :], again, publishing)
@@ -217,9 +222,7 @@ class Controller:
             self.step = step = step + 1
             with self.timeline.phase("ledger"):
                 self.ledger.end_step(step - 1, incarnation, prepared.metrics | metrics)
-            if self.schedule.deterministic:  # the previous weights sample all that is theirs before the next are published
-                with self.timeline.phase("rollouts"):
-                    await self.buffer.settled()
+            await self._settled()
             await self._reported()  # the step before; this one is reported during the next one, or before a checkpoint
             report = self.observer.trained(step - 1, groups, prepared.samples, result, prepared.metrics | metrics)
             saves = step == self.schedule.steps or self._due(step, self.schedule.checkpoint_every)
@@ -238,6 +241,19 @@ class Controller:
             await self._checkpoint(tasks, step)
         return step
 
+    async def _settled(self) -> None:
+        """In a deterministic run: wait until the present weights have sampled all that is theirs."""
+        if self.schedule.deterministic:
+            with self.timeline.phase("rollouts"):
+                await self.buffer.settled()
+
+    async def _take_device(self, publishing: Publication) -> None:
+        """Begin the trainer's turn, once engines have done what must be done before its update."""
+        await self._published(publishing)
+        await self._settled()
+        with self.timeline.phase("publication"):
+            await self.turns.trainer()
+
     async def _before_update(
         self, publishing: Publication, step: int, groups: Sequence[Group], update: Update, result: TrainResult
     ) -> None:
@@ -251,7 +267,8 @@ class Controller:
                 if self.hooks.agree:
                     await self.hooks.agree(version, groups, update.samples, result.logprobs)
                 if self.hooks.probe and self._due(step, self.schedule.probe_every):
-                    await self.hooks.probe(version, update.samples, result.logprobs)
+                    async with self.turns.lent():
+                        await self.hooks.probe(version, update.samples, result.logprobs)
 
     async def _reported(self) -> None:
         if self._reporting:
@@ -316,6 +333,7 @@ class Controller:
                 self.ledger.publish(version)
             self.observer.published(version)
             served.append(version)
+        await self.turns.engines()
         await self.buffer.release(trained)  # groups admitted from here on begin with these weights
         last = step == self.schedule.steps
         if self.hooks.evaluate and (last or self._due(step, self.schedule.eval_every)):

@@ -3,6 +3,7 @@
     join    joining -> its update to the version in force is verified -> serving
     drain   serving -> draining: no new request -> its requests ended, or were handed over -> gone
     loss    any state -> lost: its requests are asked of others; the supervisor lets a new member join
+    sleep   all members at once: they keep their requests, and answer them after `wake`
 
 A group's requests go to one member as long as that serves, because it holds their prefix in its cache. Then all of them
 move to one other member. A publication goes to the members that serve at that moment, and ends when each has named the
@@ -74,6 +75,8 @@ class EnginePool:
         self._changed = asyncio.Event()  # set, and replaced by a new one, at each change
         self._committing = asyncio.Lock()  # bounded: held for updates, which have deadlines
         self._published: WeightUpdate | None = None
+        self._asleep_since: float | None = None  # by the event loop's clock; None: awake
+        self._slept = 0.0  # seconds, in sleeps that are over
         self.context = 0  # tokens that every engine that serves can hold; the last known figure while none does
         self._tell()
 
@@ -120,6 +123,26 @@ class EnginePool:
         await self._until_one_serves()  # when all were lost: the first one to join has committed this version
         return published.version
 
+    async def sleep(self) -> None:
+        """Have all members give their memory back, weights included, until `wake`. Those that join sleep at once."""
+        async with self._committing:
+            if self._asleep_since is None:
+                self._asleep_since = asyncio.get_running_loop().time()
+                weights = self._published is not None  # otherwise there is nothing to read them from again
+                await self._all(lambda engine: engine.sleep(weights))
+
+    async def wake(self) -> None:
+        """Wake the members. They go on with the version in force, and with what they were asked before."""
+        async with self._committing:
+            if self._asleep_since is not None:
+                await self._all(lambda engine: engine.wake())
+                self._slept, self._asleep_since = self.slept_s(), None
+
+    def slept_s(self) -> float:
+        """Seconds that the members have slept so far; a limit on an attempt's time leaves them out."""
+        since = self._asleep_since
+        return self._slept + (0.0 if since is None else asyncio.get_running_loop().time() - since)
+
     async def join(self, member: Member) -> None:
         """Bring a started engine to the version in force; from then on it serves.
 
@@ -132,6 +155,8 @@ class EnginePool:
             async with self._committing:  # after a publication that is under way
                 if self._published is not None:
                     await self._update(member, self._published)
+                if self._asleep_since is not None:
+                    await member.engine.sleep(self._published is not None)
         except BaseException:
             self._remove(member, MemberState.LOST)
             raise
@@ -217,9 +242,16 @@ class EnginePool:
     def _serving(self) -> list[Member]:
         return [member for member in self._members.values() if member.state is MemberState.SERVING]
 
+    async def _all(self, work: Callable[[Engine], Awaitable[None]]) -> None:
+        members = [member for member in self._members.values() if member.state is not MemberState.JOINING]
+        await asyncio.gather(*(self._attempt(member, work(member.engine)) for member in members))
+
     async def _commit(self, member: Member, published: WeightUpdate) -> None:
+        await self._attempt(member, self._update(member, published))
+
+    async def _attempt(self, member: Member, work: Awaitable[None]) -> None:
         try:
-            await self._update(member, published)
+            await work
         except LOST as loss:
             self._lose(member, loss)
 

@@ -53,6 +53,7 @@ class EpisodeSetup:
     limit_s: float  # an episode that takes longer ends as an InfraError
     vocab: int | None = None  # tokens that the model knows
     extras: tuple[TokenExtra, ...] = ()  # recorded for each token, because training reads them
+    paused_s: Callable[[], float] = lambda: 0.0  # seconds so far in which engines slept; episodes are not charged for them
 
     def within(self, context: int) -> EpisodeSetup:
         """The setup with at most this context, that of the engines which serve now."""
@@ -70,7 +71,7 @@ class EpisodeSetup:
         finish: Finish | None = None
         outcome: Outcome | None
         try:
-            outcome = await bounded(self.environment.run(task, chat), self.limit_s)
+            outcome = await bounded(self.environment.run(task, chat), self.limit_s, self.paused_s)
             if outcome is not None:  # the user's code may return anything
                 outcome = outcome_of(outcome, f"environment {self.environment.name}")
         except EpisodeOver as over:

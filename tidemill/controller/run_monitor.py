@@ -278,8 +278,7 @@ class Monitor:
         loop, beside, rate = self.loop.take(), self.beside.take(), self._rate(now)
         engines = (self._of(engine) for pool in self._pools for engine in pool.engines)
         telemetry = [each for each in await asyncio.gather(self._trainer.telemetry(), *engines) if each is not None]
-        for each in telemetry:
-            self._collect(each)
+        lost = sum(map(self._collect, telemetry))
         pools = {each.process: [*self._later.get(each.process, ()), *each.spans] for each in telemetry}
         self._later |= {name: [span for span in spans if span.end > now] for name, spans in pools.items()}
         own = [Span(f"loop/{span.name}", span.start, span.end) for span in loop]
@@ -289,7 +288,7 @@ class Monitor:
         self.totals.time.add(step)
         overall = {f"time/{kind}": share for kind, share in step.overall().items()}
         each = {f"time/{name}/{k}": v for name, kinds in step.shares().items() for k, v in kinds.items() if v > 0}
-        judged = {"time/reward": step.judged / max(now - begin, 1e-9)}
+        judged = {"time/reward": step.judged / max(now - begin, 1e-9)} | ({"prefix_cache/lost_tokens": lost} if lost else {})
         return {"throughput/tokens_per_s": rate, "time/step_s": now - begin, **overall, **judged, **each}
 
     @staticmethod
@@ -311,11 +310,14 @@ class Monitor:
         (begin, before), (end, after) = self._sampled[0], self._sampled[-1]
         return (after - before) / max(end - begin, 1e-9)
 
-    def _collect(self, telemetry: Telemetry) -> None:
+    def _collect(self, telemetry: Telemetry) -> float:
+        """Take a process's telemetry; returns tokens that its prefix cache has lost since the last one."""
         name = telemetry.process
+        before = self.totals.counters.get(name, {}).get("lost_tokens", 0.0)
         self.totals.memory[name] = max(self.totals.memory.get(name, 0), telemetry.memory_bytes)
         self.totals.counters[name] = telemetry.counters
         self.trace.add(name, telemetry.pid, [span for span in telemetry.spans if span.name != IDLE])
+        return max(0.0, telemetry.counters.get("lost_tokens", 0.0) - before)  # an engine that was replaced begins at 0
 
     def close(self) -> None:
         self._sinks.close()

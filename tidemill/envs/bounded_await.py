@@ -18,16 +18,21 @@ logger = logging.getLogger(__name__)
 _abandoned: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks weakly
 
 
-async def bounded(work: Coroutine[Any, Any, T], limit_s: float) -> T:
+async def bounded(work: Coroutine[Any, Any, T], limit_s: float, paused_s: Callable[[], float] = lambda: 0.0) -> T:
     """Await a coroutine for at most `limit_s` seconds; returns and raises what it does.
+
+    paused_s: seconds of pauses so far; those within its time are not counted.
 
     Raises Overdue at the limit, also when the coroutine cannot be cancelled (because of a bare `except:` in a loop): it is
     then left behind. SystemExit, and a cancellation that nobody requested, become RuntimeError: the first would end the
     event loop, the second would silently end the task that waits here.
     """
-    task = asyncio.ensure_future(_contained(work))
+    task, clock = asyncio.ensure_future(_contained(work)), asyncio.get_running_loop().time
+    end = clock() - paused_s() + limit_s
     try:
         await asyncio.wait({task}, timeout=limit_s)
+        while not task.done() and (left := end - clock() + paused_s()) > 0:
+            await asyncio.wait({task}, timeout=max(left, GRACE_S))
     finally:
         if not task.done():
             task.cancel()

@@ -3,6 +3,7 @@
     trainer      train, sync,            waiting for: rollouts, engines (taking weights, checks), evaluation, ledger,
                                          controller, the reference where engines serve it
     engine-N     generate, sync, yield,  waiting for: reward, environment, evaluation, trainer
+                 asleep (in the trainer's turn on one device)
     reference-N  score, yield,           waiting for: trainer
     controller   the phases of its `Timeline`
 
@@ -26,8 +27,12 @@ from tidemill.observability.timeline import HANDOVER, IDLE, REST
 from tidemill.observability.trace import Intervals, common, length, merged
 
 TRAINER, CONTROLLER, REFERENCE = "trainer", "controller", "reference"
-TRAIN, GENERATE, SYNC = ("train", "apply", "forward", "snapshot"), ("generate",), ("publish", "stage", "commit", "prove")
-CHECK, YIELD = ("check",), ("yield",)
+TRAIN, GENERATE, SYNC = (
+    ("train", "apply", "forward", "snapshot"),
+    ("generate",),
+    ("publish", "stage", "commit", "prove", "sleep", "wake"),
+)
+CHECK, YIELD, ASLEEP = ("check",), ("yield",), ("asleep",)
 WORK = ("generate", "train", "sync")
 EPISODE, REWARD, EVALUATE = "episode", "reward", "evaluate"
 WAITS = {"rollouts": "rollouts", "publication": "engines", "check": "engines"}  # phase of the controller's loop -> its peer
@@ -110,8 +115,8 @@ def account(
 
 
 def _between(spans: Sequence[Span]) -> dict[str, Intervals]:
-    """Intervals in which an engine does something between its steps."""
-    return {"check": merged(spans, CHECK), "yield": merged(spans, YIELD)}
+    """Intervals between an engine's steps in which it does not wait for work."""
+    return {"check": merged(spans, CHECK), "yield": merged(spans, YIELD), "asleep": merged(spans, ASLEEP)}
 
 
 def _drives(phases: Mapping[str, Intervals], going: Mapping[str, Intervals], scoring: Intervals) -> dict[str, Intervals]:

@@ -14,6 +14,7 @@ from tidemill.algorithms.mixture import algorithm_of
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.circuit_breaker import Breaker, Change, Gate
 from tidemill.controller.controller import Controller, Hooks, Schedule
+from tidemill.controller.device_turns import DeviceTurns
 from tidemill.controller.engine_pool import PoolPublisher
 from tidemill.controller.evaluation import Evaluator
 from tidemill.controller.offline_groups import HeldOut, OfflineRoller
@@ -54,7 +55,8 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
     algorithm = algorithm_of(config.algorithms, config.rollout.max_tokens)
     checkpoints = _checkpoints(session)
     context = min(pool.context for pool in cluster.pools)  # shorter if a KV cache is small
-    episodes = replace(make_episodes(config, session.environment, session.model), context=context, extras=session.extras)
+    slept, made = cluster.pool.slept_s, make_episodes(config, session.environment, session.model)
+    episodes = replace(made, context=context, extras=session.extras, paused_s=slept)
     roller, held_out = _roller(session, cluster, episodes, algorithm)
     publisher = PoolPublisher(
         cluster.trainer,
@@ -63,10 +65,11 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
     )
     evaluate = _evaluation(session, Evaluator(cluster.pool, episodes, config.seed), held_out)
     algorithm.recall(ledger.metrics_of, session.note)
+    await cluster.turns.trainer()  # it may train steps again
     exact = await take_up_exactly(ledger, checkpoints, cluster.trainer, session.note) if config.deterministic else None
     point = exact
     if point is None:
-        reached = _made_up(session, publisher, evaluate)
+        reached = _made_up(session, cluster.turns, publisher, evaluate)
         point = await take_up(ledger, checkpoints, cluster.trainer, algorithm, session.note, reached)
     if ledger.next_group_id() > 0:
         session.note(f"going on from step {point.step} of {config.steps}")
@@ -91,6 +94,7 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
         restored=point.left,
         versions=point.versions,
         learn=session.curriculum.learn_group,
+        turns=cluster.turns,
         again=Experience(ledger, config.data.replay, plan.replayed),
         timeline=session.monitor.loop,
     )
@@ -179,7 +183,9 @@ def _evaluation(session: Session, evaluator: Evaluator, held_out: HeldOut | None
     return evaluate
 
 
-def _made_up(session: Session, publisher: PoolPublisher, evaluate: Evaluation) -> Callable[[Version], Awaitable[None]]:
+def _made_up(
+    session: Session, turns: DeviceTurns, publisher: PoolPublisher, evaluate: Evaluation
+) -> Callable[[Version], Awaitable[None]]:
     """The evaluation of versions that are trained again, if a crash kept it from finishing."""
     evaluated = {each.step for each in session.ledger.evaluations()}
 
@@ -188,7 +194,8 @@ def _made_up(session: Session, publisher: PoolPublisher, evaluate: Evaluation) -
             return
         served = await publisher.publish(version)
         session.ledger.publish(served)
-        results = await evaluate(served)
+        async with turns.lent():
+            results = await evaluate(served)
         session.ledger.evaluation(served.step, results)
         session.monitor.evaluated(served.step, results)
 

@@ -20,10 +20,18 @@ OLDEST = "it does not stamp tokens with versions: every token counts as the olde
 NO_PROBES = "it cannot score given tokens: no probe of matched versions is made (record.probe_every)"
 
 
-def check_engine(kind: str, can: Capabilities, config: RunConfig, role: str, extras: Sequence[TokenExtra] = ()) -> list[str]:
+def check_engine(
+    kind: str,
+    can: Capabilities,
+    config: RunConfig,
+    role: str,
+    extras: Sequence[TokenExtra] = (),
+    takes_turns: bool = False,
+) -> list[str]:
     """Raise ConfigError for what this role needs and the engine lacks; return what the run adapts to.
 
-    role: "engine" samples and is updated; "reference" only scores. extras: what the losses read of each token.
+    role: "engine" samples and is updated; "reference" only scores. extras: what the losses read of each token. takes_turns:
+    it sleeps while the trainer computes.
     """
     engine = f"engine.kind = {kind!r}"
     if role == "reference":
@@ -35,6 +43,11 @@ def check_engine(kind: str, can: Capabilities, config: RunConfig, role: str, ext
         return []
     for refused in _refusals(engine, can, config):
         raise ConfigError(refused)
+    if takes_turns and not can.sleep:
+        raise ConfigError(
+            f"placement.share = {config.placement.share!r}: trainer and engines are to take turns on one device, and "
+            f"{engine} lacks the capability 'sleep'; set placement.share = 'beside', or take another kind of engine"
+        )
     _expect_extras(engine, can, config, extras)
     if "full" not in can.updates.kinds:  # what every trainer publishes
         transport = config.placement.sync.kind_name

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.controller.controller import first_cause
+from tidemill.controller.device_turns import DeviceTurns
 from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.engine_supervisor import Supervisor
 from tidemill.controller.reference_pool import WithServedReference
@@ -20,7 +21,6 @@ from tidemill.core.token_extras import TokenExtra
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.run.capability_check import adapted, check_context, check_engine
 from tidemill.run.planner.plan import RunPlan
-from tidemill.run.recipe import RunConfig
 from tidemill.run.roles import ENGINE_DEADLINES, REFERENCE_DEADLINES, TRAINER_DEADLINES, budget_of, start_role
 from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime.cpu_sharing import CoreBoard, CoreShare, core_board
@@ -37,6 +37,7 @@ class Cluster:
     trainer: Trainer
     pools: list[EnginePool]  # the rollouts' pool, then a served reference's
     supervisors: list[Supervisor]  # one for each pool
+    turns: DeviceTurns  # of trainer and rollout engines on one device; a reference's engines serve the trainer
     handles: Callable[[], list[Handle[Any]]]  # the present processes: the trainer's, then the engines'
 
     @property
@@ -128,7 +129,7 @@ def _profile(plan: RunPlan, folder: RunFolder) -> Path | None:
 class _Starter:
     """Starts the processes of a run, and checks what its engines can do."""
 
-    config: RunConfig
+    plan: RunPlan
     placement: Placement
     engines: dict[str, EngineSpec]  # by role
     board: CoreBoard
@@ -139,13 +140,13 @@ class _Starter:
     started: list[Handle[Any]] = field(default_factory=list)
 
     async def trainer(self, spec: TrainerSpec) -> Handle[Trainer]:
-        resources = Resources(self.config.placement.trainer_threads)
+        resources = Resources(self.plan.config.placement.trainer_threads)
         handle = await start_role(self.placement, Trainer, spec, resources, TRAINER_DEADLINES)
         self.started.append(handle)  # at once: a sibling's failure must not leave it running
         return handle
 
     async def engine(self, role: str, name: str) -> Handle[Engine]:
-        threads = self.config.placement.engine_threads
+        threads = self.plan.config.placement.engine_threads
         spec = self.engines[role].model_copy(update={"name": name, "core_share": self.board.share(name, threads)})
         deadlines = REFERENCE_DEADLINES if role == "reference" else ENGINE_DEADLINES
         handle = await start_role(self.placement, Engine, spec, Resources(threads), deadlines)
@@ -153,10 +154,10 @@ class _Starter:
         return handle
 
     async def member(self, role: str, handle: Handle[Engine]) -> Member:
-        can = await handle.proxy.capabilities()
-        adaptations = check_engine(self.config.engine.kind_name, can, self.config, role, self.extras)
+        can, config = await handle.proxy.capabilities(), self.plan.config
+        adaptations = check_engine(config.engine.kind_name, can, config, role, self.extras, self.plan.takes_turns)
         if self.context:
-            adaptations += check_context(handle.name, can, self.context, self.config, role)
+            adaptations += check_context(handle.name, can, self.context, config, role)
         for said in adaptations:
             if said not in self.told:
                 self.told.add(said)
@@ -188,7 +189,7 @@ async def start_cluster(
     threads = settings.trainer_threads
     async with AsyncExitStack() as stack:
         board = stack.enter_context(core_board(max(threads, settings.engine_threads) if plan.shares_cores else 1))
-        starter = _Starter(config, placement, specs, board, extras, on_event)
+        starter = _Starter(plan, placement, specs, board, extras, on_event)
         stack.push_async_callback(_stop_all, starter.started)
         spec = trainer_spec(plan, model, folder, board.share("trainer", threads))
         async with asyncio.TaskGroup() as group:
@@ -207,7 +208,7 @@ async def start_cluster(
         if "reference" in pools:
             trainer = WithServedReference(trainer, pools["reference"])
         yield Cluster(
-            *(trainer, list(pools.values()), supervisors),
+            *(trainer, list(pools.values()), supervisors, DeviceTurns(pools["engine"] if plan.takes_turns else None)),
             lambda: [handle, *(each for supervisor in supervisors for each in supervisor.handles.values())],
         )
 

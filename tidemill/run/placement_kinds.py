@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tidemill.core.registry import KindSettings, Registry
 from tidemill.envs.environment_settings import EnvironmentWorkers
@@ -36,9 +36,23 @@ class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
         description="Begin a step with the groups that have finished, where the algorithm allows it. "
         "auto: if trainer and engines have a core for each thread, or name different devices",
     )
+    share: Literal["auto", "sleep", "beside"] = Field(
+        default="auto",
+        description="Use of a device that trainer and engines share. sleep: they take turns, and each gives its memory back "
+        "meanwhile; beside: they compute at the same time. auto: sleep on one GPU, beside on CPUs",
+    )
     reference_engines: int = Field(default=0, ge=0, description="Engines that serve the reference. 0: the trainer holds it")
     sync: BaseSyncSettings = SyncSettings()
     environment: EnvironmentWorkers = EnvironmentWorkers()
+
+    @model_validator(mode="after")
+    def _check_share(self) -> Self:
+        if self.share == "sleep" and self.stream is True:
+            raise ValueError(
+                "stream = true with share = 'sleep': the trainer cannot begin while engines sample, because they take turns "
+                "on the device; leave out one of them"
+            )
+        return self
 
     @property
     def processes(self) -> bool:

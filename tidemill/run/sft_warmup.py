@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.controller.device_turns import DeviceTurns
 from tidemill.controller.engine_pool import PoolPublisher
 from tidemill.controller.evaluation import Evaluator
 from tidemill.core.errors import ConfigError, RunFailed
@@ -57,6 +58,7 @@ class WarmUp:
     evaluator: Evaluator
     seed: int
     note: Callable[[str], None]
+    turns: DeviceTurns = field(default_factory=DeviceTurns)
     save: Save | None = None  # None: no checkpoints
     step: int = 0  # steps done
     accuracy: float | None = None  # the latest measured in this process
@@ -68,6 +70,7 @@ class WarmUp:
     async def run(self) -> WarmedUp:
         """Train until the target is reached. Raises RunFailed at the limit of steps."""
         batches, probe = _batches(self.tasks, self.tokenizer, self.settings.batch, self.seed, self.step), self._probe()
+        await self.turns.trainer()
         async with asyncio.TaskGroup() as group:
             while not await self._reached(probe):
                 samples, losses, scale = supervised(next(batches))
@@ -86,7 +89,8 @@ class WarmUp:
         if self.step % LOOK_EVERY and not last:
             return False
         served = await self.publisher.publish(Version(self.step))
-        self.accuracy = accuracy = (await self.evaluator(probe, served))["accuracy"]
+        async with self.turns.lent():
+            self.accuracy = accuracy = (await self.evaluator(probe, served))["accuracy"]
         if last and accuracy < self.settings.accuracy:
             raise RunFailed(self._why_failed(accuracy))
         return accuracy >= self.settings.accuracy

@@ -112,6 +112,7 @@ async def _warm_up(session: Session, own: Path, made: Path) -> WarmedUp:
                 Evaluator(cluster.pool, make_episodes(config, session.environment, model), config.seed),
                 config.seed,
                 note,
+                cluster.turns,
                 save=save if plan.saves_beside else None,
                 step=await _taken_up(checkpoints, cluster, own, note),
             ).run()

@@ -50,7 +50,7 @@ class Weights:
         return not self.head.is_meta
 
     def forgotten(self) -> Weights:
-        """The same version without its memory; nothing can be computed with it."""
+        """Placeholder for weights that were given back: the same version, with nothing to compute with."""
         shape = empty_decoder(self.decoder.arch, self.decoder.embed.weight.dtype, "meta")
         return Weights(shape, shape.head_weight.detach(), self.version, None)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tidemill.algorithms.preferences import UNPAIRED
 from tidemill.controller.offline_groups import ROWS as HELD_OUT_ROWS
-from tidemill.core.hardware import usable_cores
+from tidemill.core.hardware import has_cuda, usable_cores
 from tidemill.models.architecture import Architecture
 from tidemill.run.recipe import RunConfig
 
@@ -30,6 +30,7 @@ class RunPlan:
     shares_cores: bool  # processes may compute with fewer threads than they were given; not where sums must keep their bits
     lanes: int  # micro-batches that the trainer may run in parallel on a CPU; 1 where sums must keep their bits
     streams: bool  # a step's gradient may be accumulated as its groups finish; not where sums must keep their bits
+    takes_turns: bool  # trainer and engines share a device, and each gives its memory back while the other computes
     context: int  # tokens that a sequence may hold, given enough memory; 0: the model is not known
     context_cut: str  # a sentence for the user if the recipe asks for a longer context than the model has
     warm_up: bool = False  # of the warm-up: supervised, without reference and critic
@@ -43,6 +44,7 @@ def plan_of(config: RunConfig, policy: Architecture | None = None) -> RunPlan:
     step_rows = (rollout.groups + replayed) * rollout.group_size * (2 if mismatched else 1)
     shares = placement.processes and not (config.deterministic or config.engine.fixed_threads)
     dtypes = (config.trainer.dtype, config.trainer.serving_dtype, config.engine.dtype)
+    takes_turns = _takes_turns(config)
     asked, has = config.engine.context or 0, 0 if policy is None else policy.context
     cut = f"engine.context = {asked:,}, but the model has {has:,} positions (max_position_embeddings): {has:,} are used"
     return RunPlan(
@@ -60,7 +62,8 @@ def plan_of(config: RunConfig, policy: Architecture | None = None) -> RunPlan:
         coarsest="bfloat16" if "bfloat16" in dtypes else "float32",
         shares_cores=shares,
         lanes=placement.trainer_threads if shares else 1,
-        streams=_streams(config),
+        streams=_streams(config) and not takes_turns,
+        takes_turns=takes_turns,
         context=0 if policy is None else config.engine.context_of(policy.context),
         context_cut=cut if policy is not None and asked > has else "",
     )
@@ -84,11 +87,26 @@ def warm_up_plan(config: RunConfig) -> RunPlan:
     return replace(plan, warm_up=True, saves_beside=config.record.checkpoint_every > 0)
 
 
+def _takes_turns(config: RunConfig) -> bool:
+    """True when trainer and engines take turns on one device."""
+    if config.placement.share != "auto":
+        return config.placement.share == "sleep"
+    found = "cuda" if has_cuda() else "cpu"
+    devices = _devices(config, found)
+    return len(devices) == 1 and "cpu" not in devices
+
+
+def _devices(config: RunConfig, auto: str = "auto") -> set[str]:
+    """The devices of trainer and engines, by one name each. auto: the device that is meant by "auto"."""
+    named = (auto if device == "auto" else device for device in (config.trainer.device, config.engine.device))
+    return {"cuda:0" if device == "cuda" else device for device in named}
+
+
 def _streams(config: RunConfig) -> bool:
     """True when a waiting trainer begins with the groups that have finished."""
     placement, asked = config.placement, config.placement.stream
     if config.deterministic or asked != "auto":
         return not config.deterministic and bool(asked)
-    devices = {"cuda:0" if device == "cuda" else device for device in (config.trainer.device, config.engine.device)}
+    devices = _devices(config)
     enough = placement.trainer_threads + placement.engines * placement.engine_threads <= usable_cores()
     return placement.processes and (enough or (len(devices) == 2 and "auto" not in devices))
