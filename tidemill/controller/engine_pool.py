@@ -251,7 +251,7 @@ class EnginePool:
 
     async def _attempt(self, member: Member, work: Awaitable[None]) -> None:
         try:
-            await work
+            await work  # bounded: calls of an engine have deadlines
         except LOST as loss:
             self._lose(member, loss)
 

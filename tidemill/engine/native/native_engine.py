@@ -161,7 +161,7 @@ class NativeEngine:
         self._check_alive()
         if weights:
             self._updates.expect_remembered()
-        async with self._updates.one_at_a_time:
+        async with self._updates.one_at_a_time:  # bounded: by an update, and the caller's deadline
             await self._updates.between_steps(self._fall_asleep)
             if weights:
                 self._updates.forget()
