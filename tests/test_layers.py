@@ -147,10 +147,14 @@ def test_settings_classes_are_small():
         return {kind} | {s for n in nested for s in all_settings(n)}
 
     def own(kind: type[Config]) -> int:
-        """Fields that are no tables of their own."""
+        """The class's own fields that are no tables; those of its bases count there."""
         from tidemill.core.config import tables_of
 
-        return sum(not list(tables_of(f.annotation)) for f in kind.model_fields.values())
+        return sum(
+            not list(tables_of(kind.model_fields[name].annotation))
+            for name in kind.__annotations__
+            if name in kind.model_fields
+        )
 
     assert not [s.__name__ for s in all_settings(RunConfig) if own(s) > 15]
 

@@ -74,9 +74,9 @@ class StampedSync(BaseSyncSettings):
 
 
 def build_transport() -> Transport:
-    def sender(settings: StampedSync, folder: Path):
+    def sender(settings: StampedSync, folder: Path, partial: bool):
         Path(settings.stamp, f"sender-{os.getpid()}").touch()
-        return checkpoint().sender(SyncSettings(transport="checkpoint"), folder)
+        return checkpoint().sender(SyncSettings(transport="checkpoint"), folder, partial)
 
     return Transport(sender, checkpoint().receiver)
 

@@ -95,7 +95,7 @@ def test_gradients_are_autograds(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     gathered, _ = gradients(batch(), model, budget=40)
     training_pass.forward_backward(model, batch(1), LOSSES, training_pass.Compute(CPU, 40))
     both = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    monkeypatch.setattr(training_pass, "gathering", lambda *models: gathering())
+    monkeypatch.setattr(training_pass, "gathering", lambda *models, **how: gathering())
     expected, _ = gradients(batch(), model, budget=40)
     assert_same(gathered, expected, 1e-12 if dtype == torch.float64 else 1e-5)
     training_pass.forward_backward(model, batch(1), LOSSES, training_pass.Compute(CPU, 40))

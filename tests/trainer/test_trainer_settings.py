@@ -25,7 +25,7 @@ def test_what_cannot_be_meant_is_refused(tree, message):
 
 
 def test_few_options_and_no_torch():
-    assert len(TrainerSettings.model_fields) <= 14
+    assert len(TrainerSettings.model_fields) <= 20
     code = "import sys, tidemill.trainer.trainer_kinds; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"

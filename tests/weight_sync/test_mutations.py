@@ -182,8 +182,8 @@ CHANGES: dict[str, Change] = {
 def test_a_trainer_that_streams_something_else(tiny: Run, name: str, transport: str) -> None:
     stream, kept = native_trainer.serving_slices, list[Slice]()
 
-    def mutated(decoder: Any, dtype: torch.dtype) -> Iterator[Slice]:
-        now = list(stream(decoder, dtype))
+    def mutated(*given: Any) -> Iterator[Slice]:
+        now = list(stream(*given))
         if not kept:
             kept.extend(replace(s, tensor=s.tensor.clone()) for s in now)
         yield from CHANGES[name](now, kept) if tiny.sick else now

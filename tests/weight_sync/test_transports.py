@@ -165,11 +165,21 @@ def arrives(update: WeightUpdate) -> bool:
         return False
 
 
-def test_a_transport_that_takes_one_part_says_so(tmp_path: Path) -> None:
-    sender = CheckpointSender(tmp_path)
-    published = send(sender, Version(1), whole(weights()))
-    with pytest.raises(ValueError, match="'checkpoint' takes weight updates in 1 part, but policy@v1 has 2"):
-        receive(replace(published, parts=published.parts * 2))
+@pytest.mark.parametrize("transport", ["shared_memory", "checkpoint"])
+def test_parts_of_several_senders_are_one_version(tmp_path: Path, transport: str) -> None:
+    """What is missing of them, or comes twice, is said; a part alone is no version."""
+    whole_version = Version(1, fingerprint=fingerprint(whole(weights())))
+    halves = [[s for i, s in enumerate(cut(weights())) if i % 2 == part] for part in range(2)]
+    senders = [make_sender(SyncSettings(transport=transport), tmp_path / str(part), partial=True) for part in range(2)]
+    updates = [sender.send(whole_version, half) for sender, half in zip(senders, halves, strict=True)]
+    together = replace(updates[0], parts=tuple(part for update in updates for part in update.parts))
+    got, digest = receive(together)
+    assert same(got, weights()) and digest == whole_version.fingerprint
+    for parts, told in ((together.parts[:1], "elements were given"), (together.parts * 2, "given twice")):
+        with pytest.raises(PolicyMismatch, match=told):
+            receive(replace(together, parts=parts))
+    for sender in senders:
+        sender.close()
 
 
 def test_two_receivers_and_many_versions(sender: Sender) -> None:

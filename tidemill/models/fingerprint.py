@@ -68,13 +68,23 @@ class Fingerprint:
         self._coverage.complete()
         return totals(dict(sorted(self._sums.items())))
 
+    def partial(self) -> dict[str, tuple[int, int]]:
+        """(sum so far modulo 2^64, number of elements so far) of each tensor, by name."""
+        return {name: (total, self._coverage.tensors[name].elements) for name, total in totals(self._sums).items()}
+
     def hexdigest(self) -> str:
         """32 hex digits over names, dtypes, shapes and sums. Raises ValueError if a tensor is incomplete."""
-        digest = blake2b(digest_size=16)
-        for name, total in self.sums().items():
-            tensor = self._coverage.tensors[name]
-            digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape), total]).encode())
-        return digest.hexdigest()
+        tensors = self._coverage.tensors
+        return identity(self.sums(), {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+
+
+def identity(sums: dict[str, int], outlines: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+    """The fingerprint, 32 hex digits, of tensors with these sums, shapes and dtypes."""
+    digest = blake2b(digest_size=16)
+    for name, total in sorted(sums.items()):
+        shape, dtype = outlines[name]
+        digest.update(json.dumps([name, str(dtype), list(shape), total]).encode())
+    return digest.hexdigest()
 
 
 def fingerprint(slices: Iterable[Slice]) -> str:

@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tidemill.core.errors import CodecError, UnsupportedModel
+from tidemill.core.errors import CheckpointError, CodecError, UnsupportedModel
 from tidemill.core.serialization import parse_json
 from tidemill.models.architecture import INDEX, SINGLE
+from tidemill.models.block_files import places_in, rank_files
 from tidemill.models.weight_slices import Slice
 
 _DTYPES = ("F32", "BF16", "F16", "F64")
@@ -26,7 +27,12 @@ _NAMED = 3  # tensors in a message
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The folder's safetensors files. Raises UnsupportedModel if it has none or a broken index."""
+    """The folder's safetensors files. Raises UnsupportedModel if it has none, not all, or a broken index."""
+    try:
+        if ranks := rank_files(folder, "model"):
+            return ranks
+    except CheckpointError as error:
+        raise UnsupportedModel(str(error)) from None
     if (single := folder / SINGLE).is_file():
         return [single]
     index = folder / INDEX
@@ -42,12 +48,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_slices(folder: Path) -> Iterator[Slice]:
-    """Every tensor of a folder, memory-mapped.
+    """Every tensor of a folder, whole or in blocks, memory-mapped.
 
     Raises UnsupportedModel for a file that cannot be read, and for a tensor that holds NaN or infinity.
     """
     for file in weight_files(folder):
         with _opened(file, folder) as tensors:
+            places = places_in(tensors)
             for name in tensors.keys():  # noqa: SIM118  (not a dict)
                 _expect_dtype(file, name, tensors.get_slice(name).get_dtype())
                 tensor = tensors.get_tensor(name)
@@ -56,7 +63,11 @@ def folder_slices(folder: Path) -> Iterator[Slice]:
                         f"{file}: {name} holds NaN or infinity: the file is damaged, or the training that wrote it "
                         "diverged; take an earlier checkpoint, or save the model again"
                     )
-                yield Slice.whole(name, tensor)
+                if name in places:
+                    shape, first = places[name]
+                    yield Slice(name, shape, (first, *(0,) * (len(shape) - 1)), tensor)
+                else:
+                    yield Slice.whole(name, tensor)
 
 
 def check_headers(folder: Path, expected: Mapping[str, tuple[int, ...]], aside: Iterable[str] = ()) -> None:
@@ -67,12 +78,13 @@ def check_headers(folder: Path, expected: Mapping[str, tuple[int, ...]], aside: 
     found: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         with _opened(file, folder) as tensors:
+            places = places_in(tensors)
             for name in tensors.keys():  # noqa: SIM118  (not a dict)
                 header = tensors.get_slice(name)
                 _expect_dtype(file, name, header.get_dtype())
-                if name in found:
+                if name in found and name not in places:
                     raise UnsupportedModel(f"{file}: {name} is in another of the folder's files too")
-                found[name] = tuple(header.get_shape())
+                found[name] = places[name][0] if name in places else tuple(header.get_shape())
     for name, shape in found.items():
         if name in expected and shape != expected[name]:
             raise UnsupportedModel(f"{folder}: {name}: shape {list(shape)} where {list(expected[name])} is expected")
@@ -95,7 +107,9 @@ def _opened(file: Path, folder: Path) -> Iterator[Any]:
             yield tensors
     except FileNotFoundError:
         raise UnsupportedModel(f"{file} does not exist, but {folder / INDEX} names it") from None
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
+        if isinstance(error, UnsupportedModel):
+            raise
         raise UnsupportedModel(f"{file} is not a readable safetensors file ({error}); download or save it again") from None
 
 

@@ -10,8 +10,9 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -24,6 +25,7 @@ from tidemill.models.architecture import INDEX, OTHER_FILES, TOKENIZER_FILES, Ar
 from tidemill.models.decoder import Decoder, Layer
 from tidemill.models.hf_files import check_headers, folder_slices, is_buffer, weight_files
 from tidemill.models.kernels.cuda.transfers import Uploads
+from tidemill.models.local_shards import first_row, full, local
 from tidemill.models.piecewise import Work, at_once, by_rows
 from tidemill.models.weight_slices import Coverage, Slice
 
@@ -37,45 +39,80 @@ MAX_SHARD_BYTES = 4 << 30
 def hf_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, view of a parameter) of every tensor; writing to a view changes the decoder.
 
-    The views are detached. A tied head is no tensor of its own.
+    The views are detached. A tied head is no tensor of its own. Of a sharded decoder they are gathered copies, for which all
+    ranks must iterate; see `hf_blocks`.
     """
-    yield "model.embed_tokens.weight", decoder.embed.weight.detach()
+    for _, places in groupby(_places(decoder), key=lambda place: id(place.parameter)):
+        stacked = list(places)
+        whole = full(stacked[0].parameter.detach())
+        for place in stacked:
+            yield place.name, whole[place.first : place.first + place.rows]
+
+
+def hf_blocks(decoder: Decoder) -> Iterator[Slice]:
+    """The block of every tensor that this process holds, as a view: of a sharded decoder some rows, else all.
+
+    A tensor of which it holds nothing comes as an empty block.
+    """
+    for place in _places(decoder):
+        held, at = local(place.parameter.detach()), first_row(place.parameter)
+        begin, end = max(at, place.first), min(at + len(held), place.first + place.rows)
+        rows = held[begin - at : end - at] if begin < end else held[:0]
+        shape = (place.rows, *place.parameter.shape[1:])
+        offset = (begin - place.first if begin < end else 0, *(0,) * (len(shape) - 1))
+        yield Slice(place.name, shape, offset, rows)
+
+
+class _Place(NamedTuple):
+    """A tensor by its Hugging Face name, and where it lies."""
+
+    name: str
+    parameter: Tensor
+    first: int  # its first row there
+    rows: int
+
+
+def _places(decoder: Decoder) -> Iterator[_Place]:
+    yield _whole("model.embed_tokens.weight", decoder.embed.weight)
     for layer in decoder.layers:
         assert isinstance(layer, Layer)
-        yield from ((f"model.layers.{layer.index}.{name}", view) for name, view in _layer_views(layer))
-    yield "model.norm.weight", decoder.norm.weight.detach()
+        yield from (place._replace(name=f"model.layers.{layer.index}.{place.name}") for place in _layer_places(layer))
+    yield _whole("model.norm.weight", decoder.norm.weight)
     if decoder.head is not None:
-        yield _HEAD, decoder.head.weight.detach()
+        yield _whole(_HEAD, decoder.head.weight)
 
 
-def _layer_views(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+def _whole(name: str, parameter: Tensor) -> _Place:
+    return _Place(name, parameter, 0, len(parameter))
+
+
+def _layer_places(layer: Layer) -> Iterator[_Place]:
     q, kv = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
     intermediate = layer.down.in_features
-    yield "input_layernorm.weight", layer.input_norm.weight.detach()
-    yield from _rows(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv})
+    yield _whole("input_layernorm.weight", layer.input_norm.weight)
+    yield from _stacked(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv})
     if layer.q_norm is not None and layer.k_norm is not None:
-        yield "self_attn.q_norm.weight", layer.q_norm.weight.detach()
-        yield "self_attn.k_norm.weight", layer.k_norm.weight.detach()
-    yield from _rows(layer.o, {"self_attn.o_proj": layer.o.out_features})
-    yield "post_attention_layernorm.weight", layer.post_norm.weight.detach()
-    yield from _rows(layer.gate_up, {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate})
-    yield from _rows(layer.down, {"mlp.down_proj": layer.down.out_features})
+        yield _whole("self_attn.q_norm.weight", layer.q_norm.weight)
+        yield _whole("self_attn.k_norm.weight", layer.k_norm.weight)
+    yield from _stacked(layer.o, {"self_attn.o_proj": layer.o.out_features})
+    yield _whole("post_attention_layernorm.weight", layer.post_norm.weight)
+    yield from _stacked(layer.gate_up, {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate})
+    yield from _stacked(layer.down, {"mlp.down_proj": layer.down.out_features})
 
 
-def _rows(linear: nn.Linear, sizes: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """(name, view) of the projections that are stacked in `linear`, in order."""
+def _stacked(linear: nn.Linear, sizes: dict[str, int]) -> Iterator[_Place]:
+    """The projections that are stacked in `linear`, in order."""
     for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
-        if parameter is not None:
-            whole = parameter.detach()
-            views = whole.split_with_sizes(list(sizes.values())) if len(sizes) > 1 else (whole,)
-            for name, view in zip(sizes, views, strict=True):
-                yield f"{name}.{kind}", view
+        first = 0
+        for name, rows in sizes.items() if parameter is not None else ():
+            yield _Place(f"{name}.{kind}", parameter, first, rows)
+            first += rows
 
 
-def serving_slices(decoder: Decoder, dtype: torch.dtype) -> Iterator[Slice]:
-    """Every tensor, whole, cast one by one; without a cast it is the live parameter."""
-    for name, view in hf_views(decoder):
-        yield Slice.whole(name, view.to(dtype))
+def serving_slices(decoder: Decoder, dtype: torch.dtype, blocks: Iterable[Slice] | None = None) -> Iterator[Slice]:
+    """The blocks that are not empty, cast one by one; without a cast they are the live parameters. None: `hf_blocks`."""
+    blocks = hf_blocks(decoder) if blocks is None else blocks
+    return (replace(block, tensor=block.tensor.to(dtype)) for block in blocks if block.tensor.numel())
 
 
 def load_slices(decoder: Decoder, slices: Iterable[Slice]) -> None:
@@ -229,13 +266,18 @@ def save_folder(
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     partial.mkdir()
     try:
-        tensors = hf_views(decoder)
-        if score is not None:
-            tensors = [*((name, view) for name, view in tensors if name != _HEAD), (SCORE, score.detach())]
+        tensors = scored_tensors(decoder, score)
         write_model(partial, decoder.arch, tensors, tokenizer_from, dtype, max_shard_bytes, score is not None, pad)
         put_in_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already when it was moved
+
+
+def scored_tensors(decoder: Decoder, score: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder: those of `hf_views`, or, with a `score`, without the head and with that."""
+    yield from ((name, view) for name, view in hf_views(decoder) if score is None or name != _HEAD)
+    if score is not None:
+        yield SCORE, full(score.detach())
 
 
 def write_model(

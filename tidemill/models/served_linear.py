@@ -87,24 +87,33 @@ class Linear(nn.Linear):
         if isinstance(input, Tensor) and (product := self.packed.product(input, self.out_features, self.bias)) is not None:
             return product
         if (dtype := _multiplied_in(input, self.weight)) is not None:
-            matrix = self.gathered or Matrix(self.weight)
+            matrix = self._matrix()
             if isinstance(input, Deferred):
                 return _Product.apply(input.x, input.weight, self.weight, self.bias, input.how, dtype, matrix)
             if self.gathered is not None or (dtype != self.weight.dtype and widened(self.weight)):
                 return _Product.apply(input, None, self.weight, self.bias, None, dtype, matrix)
         return F.linear(as_tensor(input), self.weight, self.bias)
 
+    def _matrix(self) -> Matrix:
+        """The prepared matrix of the present weight; under FSDP that is the gathered one, while it is gathered."""
+        if self.gathered is None:
+            return Matrix(self.weight)
+        if self.gathered.weight is not self.weight:
+            self.gathered = Matrix(self.weight, gathers=True, keeps=self.gathered.keeps)
+        return self.gathered
+
 
 @contextmanager
-def gathering(*modules: nn.Module) -> Iterator[None]:
+def gathering(*modules: nn.Module, keeps: bool = True) -> Iterator[None]:
     """Context for several passes without a change of weights between them.
 
-    Matrices are prepared once, and their gradients are added up in their `.grad`, unseen by autograd.
+    Matrices are prepared once (`keeps`: for all passes, else for each product), and their gradients are added up in their
+    `.grad`, unseen by autograd.
     """
     found = {each for module in modules for each in module.modules() if isinstance(each, Linear)}
     here = [each for each in found if each.weight.device.type in _OURS]
     for each in here:
-        each.gathered = Matrix(each.weight, gathers=True)
+        each.gathered = Matrix(each.weight, gathers=True, keeps=keeps)
     try:
         yield
     finally:

@@ -10,7 +10,8 @@ place; the sum of words runs at memory speed and serves for the second check.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,12 +19,16 @@ from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.models.decoder import Decoder
-from tidemill.models.fingerprint import WORD, Fingerprint, totals, word_bits, word_sum
-from tidemill.models.hf_weights import hf_views
+from tidemill.models.fingerprint import WORD, Fingerprint, identity, totals, word_bits, word_sum
+from tidemill.models.hf_weights import hf_blocks, hf_views
 from tidemill.models.piecewise import Work, at_once, by_rows
 from tidemill.models.weight_slices import Slice
 
 HEAD = "the head, which is the embedding"
+
+
+AddUp = Callable[[Sequence[int]], list[int]]
+"""Sums of each number over all processes that hold a part of the weights, modulo 2^64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +48,48 @@ class Contents:
     @classmethod
     def summing(cls, decoder: Decoder, dtype: torch.dtype) -> Work[Contents]:
         """`of` in pieces, which are cast one by one."""
-        everything, words, outlines, named = Fingerprint(), dict[str, list[int | Tensor]](), {}, 0
-        for name, view in hf_views(decoder):
-            shape, at = tuple(view.shape), 0
-            words[name], outlines[name] = [], (shape, dtype)
-            for (rows,) in by_rows(view):
-                piece = Slice(name, shape, (at, *(0,) * (view.ndim - 1)), rows.to(dtype))
-                words[name].append(everything.add(piece, words=True))
+        blocks = (Slice.whole(name, view) for name, view in hf_views(decoder))
+        return (yield from cls._summing(blocks, sum(p.numel() for p in decoder.parameters()), dtype, list))
+
+    @classmethod
+    def of_blocks(cls, decoder: Decoder, blocks: Iterable[Slice], dtype: torch.dtype, add_up: AddUp) -> Contents:
+        """The contents of a decoder that several processes hold, each of which gives some `blocks` of it.
+
+        All of them must call this at the same time. Raises PolicyMismatch if the blocks of all are not all weights, once.
+        """
+        return at_once(cls._summing(blocks, sum(p.numel() for p in decoder.parameters()), dtype, add_up))
+
+    @classmethod
+    def _summing(cls, blocks: Iterable[Slice], there: int, dtype: torch.dtype, add_up: AddUp) -> Work[Contents]:
+        everything, words, outlines = Fingerprint(), dict[str, list[int | Tensor]](), {}
+        for block in blocks:
+            words[block.name], outlines[block.name] = [], (block.shape, dtype)
+            if not block.tensor.numel():
+                continue
+            at = block.offset[0]
+            for (rows,) in by_rows(block.tensor):
+                piece = Slice(block.name, block.shape, (at, *block.offset[1:]), rows.to(dtype))
+                words[block.name].append(everything.add(piece, words=True))
                 at += len(rows)
                 yield
-            named += view.numel()
-        if named != (there := sum(p.numel() for p in decoder.parameters())):
+        own, names = everything.partial(), list(outlines)
+        mine = [own.get(name, (0, 0))[column] for column in range(2) for name in names]
+        yield
+        added = add_up([*mine, *totals(words).values()])
+        columns = (added[i : i + len(names)] for i in range(0, len(added), len(names)))
+        sums, elements, words_of_all = (dict(zip(names, column, strict=True)) for column in columns)
+        for name, (shape, _) in outlines.items():
+            if elements[name] != (total := math.prod(shape)):
+                raise PolicyMismatch(f"{name}: {elements[name]} of its {total} elements were given")
+        if (named := sum(elements.values())) != there:
             raise PolicyMismatch(f"the Hugging Face names cover {named} of {there} weights: the others would never be sent")
-        identity = everything.hexdigest()
-        yield
-        sums = everything.sums()
-        yield
-        return cls(identity, sums, totals(words), outlines)
+        return cls(identity(sums, outlines), dict(sorted(sums.items())), words_of_all, outlines)
 
 
-def words_of(decoder: Decoder) -> dict[str, int]:
+def words_of(decoder: Decoder, add_up: AddUp = list) -> dict[str, int]:
     """Word sums by name in the decoder's own dtype, cheap enough for a second check."""
-    return {name: word_sum(view) for name, view in hf_views(decoder)}
+    found = {block.name: word_sum(block.tensor) for block in hf_blocks(decoder)}
+    return dict(zip(found, add_up(list(found.values())), strict=True))
 
 
 def words_by_matrix(decoder: Decoder, words: dict[str, int]) -> dict[str, int]:
@@ -108,22 +133,27 @@ def _matrices(decoder: Decoder) -> Iterator[tuple[str, Tensor, list[tuple[str, T
         yield ", ".join(name for name, _ in parts), parameter, parts
 
 
-def checked(stream: Iterable[Slice], own: Contents) -> Iterator[Slice]:
+def checked(stream: Iterable[Slice], own: Contents, blocks: Iterable[Slice] | None = None) -> Iterator[Slice]:
     """The slices of `stream`, each with its tensor's `total`, by which receivers verify it.
 
-    Tensors come whole. Raises PolicyMismatch that names the first tensor that does not belong to `own`, has another
-    form, comes twice, or is missing; nothing of a stream that ends so may become visible.
+    blocks: those that this process sends; None: every tensor, whole. Raises PolicyMismatch that names the first tensor that
+    does not belong to `own`, has another form, comes twice, or is missing; nothing of a stream that ends so may become
+    visible.
     """
-    left = set(own.outlines)
+    places = {name: ((0,) * len(shape), shape) for name, (shape, _) in own.outlines.items()}
+    if blocks is not None:
+        places = {each.name: (each.offset, tuple(each.tensor.shape)) for each in blocks}
+    left = set(places)
     for piece in stream:
         if piece.name not in left:
-            known = "comes a second time" if piece.name in own.outlines else "is no weight of this model"
+            known = "comes a second time" if piece.name in places else "is no weight of this model"
             raise PolicyMismatch(f"the weights that were about to be sent are not the trainer's: {piece.name} {known}")
         left.discard(piece.name)
-        if (outline := (tuple(piece.tensor.shape), piece.tensor.dtype)) != own.outlines[piece.name]:
+        found, dtype = (piece.offset, tuple(piece.tensor.shape)), own.outlines[piece.name][1]
+        if (*found, piece.tensor.dtype) != (*places[piece.name], dtype):
             raise PolicyMismatch(
-                f"the weights that were about to be sent are not the trainer's: {piece.name} is {_form(*outline)}, "
-                f"the trainer's is {_form(*own.outlines[piece.name])}"
+                f"the weights that were about to be sent are not the trainer's: {piece.name} is "
+                f"{_form(*found, piece.tensor.dtype)}, the trainer's is {_form(*places[piece.name], dtype)}"
             )
         yield replace(piece, total=own.totals[piece.name])
     if left:
@@ -131,5 +161,5 @@ def checked(stream: Iterable[Slice], own: Contents) -> Iterator[Slice]:
         raise PolicyMismatch(f"the weights that were about to be sent are not all: {min(left)}{more} left out")
 
 
-def _form(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{list(shape)} {dtype}"
+def _form(offset: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {dtype}" + (f" at {list(offset)}" if any(offset) else "")

@@ -30,9 +30,9 @@ class Matrix:
     autocast; it is widened first on a CPU that is faster so.
     """
 
-    def __init__(self, weight: Tensor, *, gathers: bool = False) -> None:
-        """gathers: the weight does not change while this exists, and gradients go to its `.grad`."""
-        self._weight, self._gathers = weight, gathers
+    def __init__(self, weight: Tensor, *, gathers: bool = False, keeps: bool = True) -> None:
+        """gathers: the weight does not change while this exists, and gradients go to its `.grad`. keeps: its copies, too."""
+        self._weight, self._gathers, self.keeps = weight, gathers, keeps
         self._lock = threading.Lock()  # several threads may multiply with it
         self._copies: dict[str, Tensor] = {}  # by the product that reads them
 
@@ -58,6 +58,10 @@ class Matrix:
         if (compiled := self._compiled(d)) is not None:
             return compiled.linear(_dense(d), self._in_order(compiled, back=True), self._weight.shape[1])
         return d @ self._read(d.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        return self._weight
 
     def gradient(self, d: Tensor, x: Tensor) -> Tensor | None:
         """d^T x in the weight's dtype; None if it was added to the weight's gradient."""
@@ -109,6 +113,8 @@ class Matrix:
         return self._copy("narrow", lambda: self._weight.detach().to(dtype))
 
     def _copy(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        if not self.keeps:
+            return make()
         with self._lock:  # bounded: by a product, or a copy
             if name not in self._copies:
                 self._copies[name] = make()

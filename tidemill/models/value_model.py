@@ -20,6 +20,15 @@ from tidemill.models.hf_weights import SCORE, load_scored, save_folder
 from tidemill.models.tokenizer import generation_config, load_tokenizer, stop_ids
 
 
+class ValueHead(nn.Linear):
+    """One number for each hidden state, computed in float32 at least."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        with torch.autocast(input.device.type, enabled=False):
+            return nn.functional.linear(input.to(wide), self.weight.to(wide)).squeeze(-1)
+
+
 class ValueModel:
     """A decoder and a value head. The decoder may be the policy's own; then only the head belongs to it."""
 
@@ -27,7 +36,7 @@ class ValueModel:
         """The head begins with zeros, so that the first values are 0 for any hidden states."""
         self.decoder, self.shared = decoder, shared
         weight = decoder.embed.weight
-        self.head = nn.Linear(decoder.arch.hidden, 1, bias=False, device=weight.device, dtype=weight.dtype)
+        self.head = ValueHead(decoder.arch.hidden, 1, bias=False, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.head.weight)
 
     @property
@@ -41,9 +50,7 @@ class ValueModel:
 
     def values(self, hidden: Tensor) -> Tensor:
         """Values [N] of hidden states [N, D], at least float32, as logits are."""
-        wide = torch.promote_types(self.head.weight.dtype, torch.float32)
-        with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(hidden.to(wide), self.head.weight.to(wide)).squeeze(-1)
+        return self.head(hidden)
 
     def save(self, folder: str | Path, *, tokenizer_from: str | Path | None, dtype: torch.dtype) -> None:
         """Write it as a Hugging Face folder. Raises ValueError as `save_folder` does."""

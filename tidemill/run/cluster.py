@@ -21,10 +21,10 @@ from tidemill.core.token_extras import TokenExtra
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.run.capability_check import adapted, check_context, check_engine
 from tidemill.run.planner.plan import RunPlan
-from tidemill.run.roles import ENGINE_DEADLINES, REFERENCE_DEADLINES, TRAINER_DEADLINES, budget_of, start_role
+from tidemill.run.roles import ENGINE_DEADLINES, REFERENCE_DEADLINES, budget_of, start_role, start_trainer
 from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime.cpu_sharing import CoreBoard, CoreShare, core_board
-from tidemill.runtime.placement import Handle, Placement, Resources
+from tidemill.runtime.placement import Handle, Placement, Resources, members_of
 from tidemill.trainer.trainer_kinds import TrainerSpec, folder_of
 
 GRACE_S = 1.0  # for the report of a process's end to arrive
@@ -38,6 +38,7 @@ class Cluster:
     pools: list[EnginePool]  # the rollouts' pool, then a served reference's
     supervisors: list[Supervisor]  # one for each pool
     turns: DeviceTurns  # of trainer and rollout engines on one device; a reference's engines serve the trainer
+    trainer_handle: Handle[Trainer]
     handles: Callable[[], list[Handle[Any]]]  # the present processes: the trainer's, then the engines'
 
     @property
@@ -79,14 +80,24 @@ class Cluster:
             raise cause from failures
 
     async def _trainer_ends(self) -> None:
-        handle = self.handles()[0]
+        handle = self.trainer_handle
         raise PeerDied(handle.name, await handle.wait())  # bounded: it watches, for as long as the run goes on
 
 
-def trainer_spec(plan: RunPlan, model: Path, folder: RunFolder, share: CoreShare | None = None) -> TrainerSpec:
-    """The spec of a run's trainer, or of its warm-up's. model: the folder that it starts from."""
+def trainer_specs(plan: RunPlan, model: Path, folder: RunFolder, board: CoreBoard) -> list[TrainerSpec]:
+    """The specs of a run's trainer, one for each rank. model: the folder that it starts from."""
+    names = ["trainer", *(f"trainer-{rank}" for rank in range(1, plan.config.trainer.ranks))]
+    threads = plan.config.placement.trainer_threads
+    return [trainer_spec(plan, model, folder, board.share(name, threads), name) for name in names]
+
+
+def trainer_spec(
+    plan: RunPlan, model: Path, folder: RunFolder, share: CoreShare | None = None, name: str = "trainer"
+) -> TrainerSpec:
+    """The spec of a run's trainer, or of its warm-up's, or of one of its ranks. model: the folder that it starts from."""
     config, warm_up = plan.config, plan.warm_up
     return TrainerSpec(
+        name=name,
         model=model,
         trainer=config.trainer,
         steps=1 if warm_up else config.steps * plan.updates,  # the constant rate of a warm-up has no end
@@ -139,9 +150,9 @@ class _Starter:
     told: set[str] = field(default_factory=set)  # adaptations
     started: list[Handle[Any]] = field(default_factory=list)
 
-    async def trainer(self, spec: TrainerSpec) -> Handle[Trainer]:
-        resources = Resources(self.plan.config.placement.trainer_threads)
-        handle = await start_role(self.placement, Trainer, spec, resources, TRAINER_DEADLINES)
+    async def trainer(self, specs: Sequence[TrainerSpec]) -> Handle[Trainer]:
+        each = Resources(self.plan.config.placement.trainer_threads)
+        handle = await start_trainer(self.placement, specs, [each] * len(specs))
         self.started.append(handle)  # at once: a sibling's failure must not leave it running
         return handle
 
@@ -191,9 +202,9 @@ async def start_cluster(
         board = stack.enter_context(core_board(max(threads, settings.engine_threads) if plan.shares_cores else 1))
         starter = _Starter(plan, placement, specs, board, extras, on_event)
         stack.push_async_callback(_stop_all, starter.started)
-        spec = trainer_spec(plan, model, folder, board.share("trainer", threads))
+        learners = trainer_specs(plan, model, folder, board)
         async with asyncio.TaskGroup() as group:
-            learning = group.create_task(starter.trainer(spec))
+            learning = group.create_task(starter.trainer(learners))
             serving = {role: [group.create_task(starter.first(role, name)) for name in names[role]] for role in specs}
         pools, supervisors = dict[str, EnginePool](), list[Supervisor]()
         for role, tasks in serving.items():
@@ -209,7 +220,7 @@ async def start_cluster(
             trainer = WithServedReference(trainer, pools["reference"])
         yield Cluster(
             *(trainer, list(pools.values()), supervisors, DeviceTurns(pools["engine"] if plan.takes_turns else None)),
-            lambda: [handle, *(each for supervisor in supervisors for each in supervisor.handles.values())],
+            *(handle, lambda: [*members_of(handle), *(h for each in supervisors for h in each.handles.values())]),
         )
 
 

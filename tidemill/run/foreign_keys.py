@@ -118,8 +118,8 @@ ELSEWHERE = ANYWHERE | OTHERS | TRL
 
 _LORA = "LoRA and other adapters do not exist here yet: every weight of the model is trained"
 _SHARDS = (
-    "a trainer on several devices or machines does not exist yet: there is one, on one device; on a CPU "
-    "placement.trainer_threads gives it more cores"
+    "trainer.ranks says how many processes train together, on one machine, and trainer.shard what each of them holds; "
+    "several machines do not exist yet"
 )
 _PARALLEL = (
     "one engine on several devices does not exist yet: each engine has one device; placement.engines says how many there are"

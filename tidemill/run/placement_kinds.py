@@ -30,7 +30,9 @@ class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
     engine_threads: int = Field(
         default=1, ge=1, description="CPU threads of each engine. If there are more in all than cores, they share the cores"
     )
-    trainer_threads: int = Field(default=1, ge=1, description="CPU threads of the trainer, fewer while engines compute")
+    trainer_threads: int = Field(
+        default=1, ge=1, description="CPU threads of the trainer, of each of its ranks; fewer while engines compute"
+    )
     stream: bool | Literal["auto"] = Field(
         default="auto",
         description="Begin a step with the groups that have finished, where the algorithm allows it. "

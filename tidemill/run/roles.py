@@ -7,13 +7,14 @@ of its own (`local`, `role_main`), which is forked from one that has done the he
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.controller.engine_supervisor import Budget
+from tidemill.controller.trainer_group import TrainerGroup
 from tidemill.core.config import Config, build
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.registry import Registry
@@ -80,7 +81,9 @@ def build_engine(spec: EngineSpec) -> Engine:
 def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
     from tidemill.weight_sync.transport import make_sender
 
-    sender, cores = make_sender(spec.sync, spec.folder), _cores(spec.core_share, spec.trainer.device)
+    several = spec.trainer.ranks > 1
+    sender = make_sender(spec.sync, spec.folder / f"rank-{spec.rank}" if several else spec.folder, partial=several)
+    cores = _cores(spec.core_share, spec.trainer.device)
     trainer = TRAINERS.builder_of(spec.trainer.kind_name)(spec, sender, cores, _calls(offload))
     if spec.profile is not None:
         attach(trainer, "publish", spec.name, spec.profile)
@@ -171,6 +174,18 @@ async def preparing(config: RunConfig, placement: Placement) -> AsyncIterator[Pr
         await handle.stop()
 
 
+async def start_trainer(
+    placement: Placement, specs: Sequence[TrainerSpec], resources: Sequence[Resources]
+) -> Handle[Trainer]:
+    """Start a trainer, or all its ranks as one. specs, resources: one for each rank."""
+    if len(specs) == 1:
+        return await start_role(placement, Trainer, specs[0], resources[0], TRAINER_DEADLINES)
+    trees = {spec.name: _tree(spec) for spec in specs}
+    group = await placement.start_group(Trainer, specs[0].role, trees, resources, TRAINER_DEADLINES)
+    group.proxy = TrainerGroup([handle.proxy for handle in group.handles], group.kill)
+    return group
+
+
 async def start_role(
     placement: Placement,
     protocol: type[T],
@@ -179,6 +194,10 @@ async def start_role(
     deadlines: dict[str, float],
 ) -> Handle[T]:
     """Start a role. deadlines: seconds by method of `protocol`."""
-    tree = spec.model_dump(mode="json", exclude={"role", "name"})
-    tree["kinds"] = {what: registry.table() for what, registry in REGISTRIES.items()}
-    return await placement.start(protocol, spec.role, spec.name, tree, resources, deadlines)
+    return await placement.start(protocol, spec.role, spec.name, _tree(spec), resources, deadlines)
+
+
+def _tree(spec: EngineSpec | TrainerSpec | PreparationSpec) -> dict[str, Any]:
+    """A spec as plain data, with the kinds that this process knows."""
+    kinds = {what: registry.table() for what, registry in REGISTRIES.items()}
+    return spec.model_dump(mode="json", exclude={"role", "name"}) | {"kinds": kinds}

@@ -19,8 +19,9 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -29,9 +30,10 @@ import psutil
 
 from tidemill.core import serialization
 from tidemill.core.errors import CodecError, PeerDied, PeerTimeout, RemoteError, StartFailed
+from tidemill.core.memory import anonymous_memory
 from tidemill.runtime.fork_client import KILL_S, ForkedProcess, ForkServer
 from tidemill.runtime.fork_server import Launch
-from tidemill.runtime.placement import Liveness, Resources, Vitals
+from tidemill.runtime.placement import Liveness, Resources, RoleGroup, Vitals
 from tidemill.runtime.process_logs import Log
 from tidemill.runtime.role_host import REPORT_LENGTH, Ready, Report
 from tidemill.runtime.rpc import Connection, check_deadlines
@@ -226,6 +228,27 @@ class Local:
         self._started = [*(each for each in self._started if each.alive), handle]
         return handle
 
+    async def start_group(
+        self,
+        protocol: type[T],
+        role: str,
+        specs: Mapping[str, dict[str, Any]],
+        resources: Sequence[Resources],
+        deadlines: Mapping[str, float] | None = None,
+    ) -> RoleGroup[T]:
+        """Start the roles side by side. They meet at an anonymous file, which goes away with this process."""
+        (meeting, let_go), each = _meeting(), list[asyncio.Task[LocalProcess[T]]]()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for (name, spec), own in zip(specs.items(), resources, strict=True):
+                    spec = spec | {"rank": len(each), "meeting": meeting}
+                    each.append(group.create_task(self.start(protocol, role, name, spec, own, deadlines)))
+        except BaseException as failed:
+            await asyncio.gather(*(task.result().stop() for task in each if _started(task)), return_exceptions=True)
+            let_go()
+            raise (failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed) from None
+        return RoleGroup([task.result() for task in each], let_go)
+
     async def close(self) -> None:
         self._closed = True
         for server in self._servers:
@@ -241,6 +264,18 @@ class Local:
             self._servers = [server for server in self._servers if not server.gone]
             self._servers.append(ForkServer(self._command, Log.at(self._logs / "forkserver.log")))
         return self._servers[-1]
+
+
+def _meeting() -> tuple[str, Callable[[], None]]:
+    """A new file at which processes can meet, and the function that removes it."""
+    if (made := anonymous_memory("tidemill-meeting")) is not None:
+        return made[1], lambda: os.close(made[0])
+    folder = tempfile.mkdtemp(prefix="tidemill-")
+    return f"{folder}/meeting", lambda: shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def _reported(fd: int, process: ForkedProcess, name: str, log: Log) -> Ready:

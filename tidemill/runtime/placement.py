@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from tidemill.core.errors import StartFailed
+from tidemill.core.errors import ConfigError, StartFailed
 from tidemill.runtime.rpc import check_deadlines
 from tidemill.runtime.wire_format import keeps_its_type, methods_of
 
@@ -90,6 +90,20 @@ class Placement(Protocol):
         """Start `name` in `role`. Raises ValueErrors of its construction as they are, else StartFailed."""
         ...
 
+    async def start_group(
+        self,
+        protocol: type[T],
+        role: str,
+        specs: Mapping[str, dict[str, Any]],
+        resources: Sequence[Resources],
+        deadlines: Mapping[str, float] | None = None,
+    ) -> RoleGroup[T]:
+        """Start several of one role, by name, which meet and end together. resources: of each, in order.
+
+        Each spec is given `rank` and `meeting`, a file that all of them can open. Raises as `start`; then none is left.
+        """
+        ...
+
     def begin(self) -> None:
         """Begin to prepare what the first start needs, without waiting for it."""
         ...
@@ -97,6 +111,55 @@ class Placement(Protocol):
     async def close(self) -> None:
         """End every role that was not stopped. Safe to call again; nothing can be started afterwards."""
         ...
+
+
+class RoleGroup(Generic[T]):
+    """Handle of roles that end together, as the ranks of a trainer: the loss of one is the loss of all."""
+
+    proxy: T  # all of them as one; set by who knows how to join them
+
+    def __init__(self, handles: Sequence[Handle[T]], let_go: Callable[[], None]) -> None:
+        """let_go: called when all have ended."""
+        self.handles, self.name, self._let_go = list(handles), handles[0].name, let_go
+        self._stopping = False
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> str:
+        waits = {asyncio.ensure_future(handle.wait()): handle for handle in self.handles}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)  # bounded: a watch, by the processes' heartbeats
+            ended, handle = next((each, handle) for each, handle in waits.items() if each.done())
+            if not self._stopping:
+                self.kill(f"was ended because {handle.name} {ended.result().partition(';')[0]}")
+            await asyncio.wait(waits)  # bounded: they were killed, or are being stopped
+            self._let_go()
+            others = "" if handle is self.handles[0] else f"lost a rank: {handle.name} "
+            return others + ended.result()
+        finally:
+            for each in waits:
+                each.cancel()
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self._watching)  # bounded: until `stop`, for those who want to know
+
+    def vitals(self) -> Vitals:
+        return self.handles[0].vitals()
+
+    def kill(self, why: str) -> None:
+        for handle in self.handles:
+            handle.kill(why)
+
+    async def stop(self, deadline: float = 10.0) -> str:
+        self._stopping = True
+        results = await asyncio.gather(*(handle.stop(deadline) for handle in self.handles), return_exceptions=True)
+        if failed := next((each for each in results if isinstance(each, BaseException)), None):
+            raise failed
+        return await self.wait()  # bounded: all were stopped
+
+
+def members_of(handle: Handle[T]) -> list[Handle[T]]:
+    """The handles of a group, or the one handle of a role that has no others."""
+    return handle.handles if isinstance(handle, RoleGroup) else [handle]
 
 
 class InlineHandle(Generic[T]):
@@ -161,6 +224,19 @@ class Inline:
         if missing := set(methods_of(protocol)) - set(methods_of(served)):
             raise ValueError(f"{name} does not serve {', '.join(sorted(missing))}")
         return InlineHandle(name, cast(T, target), "close" in methods_of(protocol))
+
+    async def start_group(
+        self,
+        protocol: type[T],
+        role: str,
+        specs: Mapping[str, dict[str, Any]],
+        resources: Sequence[Resources],
+        deadlines: Mapping[str, float] | None = None,
+    ) -> RoleGroup[T]:
+        raise ConfigError(
+            f"placement.kind = 'inline' has one process, and {len(specs)} ranks of the {role} need one each: set "
+            "placement.kind = 'local', or trainer.ranks = 1"
+        )
 
     def begin(self) -> None: ...
 

@@ -10,7 +10,8 @@ from tidemill.models.value_model import ValueModel, load_value_model
 from tidemill.models.weight_slices import Sender
 from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer.companions import Critic, Reference
-from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.native_trainer import NativeTrainer, resolve_device
+from tidemill.trainer.ranks import ShardedRanks
 from tidemill.trainer.telemetry import Offload
 from tidemill.trainer.trainer_kinds import TrainerSettings, TrainerSpec, folder_of
 
@@ -21,6 +22,10 @@ def build(spec: TrainerSpec, sender: Sender, cores: Cores, offload: Offload) -> 
     assert isinstance(settings, TrainerSettings)
     torch.manual_seed(spec.seed)
     decoder = load_folder(spec.model, dtype=torch.float32)
+    ranks = None
+    if settings.ranks > 1:
+        how = settings.shard, settings.replicas, resolve_device(settings.device)
+        ranks = ShardedRanks(spec.rank, settings.ranks, *how, spec.meeting)
     return NativeTrainer(
         decoder,
         settings,
@@ -35,6 +40,7 @@ def build(spec: TrainerSpec, sender: Sender, cores: Cores, offload: Offload) -> 
         cores=cores,
         threads=spec.threads,
         checkpoints=spec.checkpoints,
+        ranks=ranks,
     )
 
 

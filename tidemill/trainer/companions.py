@@ -8,15 +8,18 @@ that is far off must not shorten the policy's step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tidemill.core.errors import TrainingDiverged
 from tidemill.core.types import Metrics
 from tidemill.models.decoder import Decoder
+from tidemill.models.local_shards import block_of, local
 from tidemill.models.value_model import ValueModel
+from tidemill.models.weight_slices import Slice
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.trainer_kinds import TrainerSettings
 
@@ -27,9 +30,16 @@ class Critic:
     """A value model with its optimizer, clipped apart from the policy."""
 
     def __init__(self, model: ValueModel, settings: TrainerSettings, updates: int) -> None:
-        self.model = model
-        self._weights = dict(model.trained.named_parameters())
-        self._optimizer = Optimizer(model.trained, settings, updates)
+        self.model, self._settings, self._updates = model, settings, updates
+
+    @cached_property
+    def _optimizer(self) -> Optimizer:  # made when the model lies where it is trained
+        return Optimizer(self.model.trained, self._settings, self._updates)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules with weights that are not the policy's."""
+        return [self.model.head] if self.model.shared else [self.model.decoder, self.model.head]
 
     def beside(self, policy: Decoder) -> Critic:
         """Move the critic to the policy's device. Raises ValueError when the vocabularies differ."""
@@ -54,18 +64,21 @@ class Critic:
     def forget(self) -> None:
         self._optimizer.forget()
 
-    def state(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint: weights, and both moments after the first update."""
-        return {_CRITIC + name: tensor.detach() for name, tensor in (self._weights | self._optimizer.state()).items()}
+    def state(self) -> list[Slice]:
+        """Blocks for a checkpoint: weights, and both moments after the first update."""
+        return _prefixed(_CRITIC, [*self._weights(), *self._optimizer.state()])
 
-    def expected(self, updates: int) -> dict[str, Tensor]:
-        return {_CRITIC + name: tensor for name, tensor in (self._weights | self._optimizer.expected(updates)).items()}
+    def expected(self, updates: int) -> list[Slice]:
+        return _prefixed(_CRITIC, [*self._weights(), *self._optimizer.expected(updates)])
+
+    def _weights(self) -> list[Slice]:
+        return [block_of(name, weight) for name, weight in self._optimizer.named.items()]
 
     @torch.no_grad()
     def restore(self, state: dict[str, Tensor], updates: int) -> None:
         own = {name.removeprefix(_CRITIC): tensor for name, tensor in state.items()}
-        for name, weight in self._weights.items():
-            weight.copy_(own[name])
+        for block in self._weights():
+            block.tensor.copy_(own[block.name])
         self._optimizer.restore(own, updates)
 
 
@@ -76,6 +89,10 @@ class Reference:
     decoder: Decoder
     every: int = 0  # updates after which it becomes decay * itself + (1 - decay) * the policy; 0: never
     decay: float = 0.0
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.decoder]
 
     def beside(self, policy: Decoder) -> Reference:
         """Move the reference to the policy's device. ValueError unless it fits the policy."""
@@ -93,16 +110,21 @@ class Reference:
     def follow(self, policy: Decoder, updates: int) -> None:
         if self.every and updates % self.every == 0:
             for own, other in zip(self.decoder.parameters(), policy.parameters(), strict=True):
-                own.lerp_(other, 1 - self.decay)
+                local(own).lerp_(local(other), 1 - self.decay)
 
-    def state(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint, by name; none for a reference that never moves."""
-        return {_REFERENCE + name: p.detach() for name, p in self.decoder.named_parameters()} if self.every else {}
+    def state(self) -> list[Slice]:
+        """Blocks for a checkpoint; none for a reference that never moves."""
+        named = self.decoder.named_parameters() if self.every else ()
+        return _prefixed(_REFERENCE, [block_of(name, weight) for name, weight in named])
 
-    def expected(self, updates: int) -> dict[str, Tensor]:
+    def expected(self, updates: int) -> list[Slice]:
         return self.state()
 
     @torch.no_grad()
     def restore(self, state: dict[str, Tensor], updates: int) -> None:
-        for name, tensor in self.state().items():
-            tensor.copy_(state[name])
+        for block in self.state():
+            block.tensor.copy_(state[block.name])
+
+
+def _prefixed(prefix: str, blocks: list[Slice]) -> list[Slice]:
+    return [replace(block, name=prefix + block.name) for block in blocks]

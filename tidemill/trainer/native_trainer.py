@@ -1,4 +1,4 @@
-"""NativeTrainer: the Trainer protocol on the project's own decoder, on one device.
+"""NativeTrainer: the Trainer protocol on the project's own decoder, on one device or one rank of several.
 
 Every call hands one blocking function to `offload`. The default calls it directly, so that a breakpoint works; a process
 host passes a one-thread executor, so that its event loop stays free. Only a snapshot is copied and written concurrently:
@@ -8,6 +8,7 @@ calls that would change its source wait for the copy.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from tidemill.core.errors import CheckpointError, PolicyMismatch
 from tidemill.core.types import Array, LossSpec, Metrics, Sample, Telemetry, TrainResult, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.decoder import Decoder
-from tidemill.models.hf_weights import save_folder, serving_slices
+from tidemill.models.hf_weights import hf_blocks, save_folder, scored_tensors, serving_slices
 from tidemill.models.served_weights import Contents, checked, words_of
 from tidemill.models.trained_linear import MIXES
 from tidemill.models.weight_slices import Sender, Slice
@@ -30,8 +31,9 @@ from tidemill.trainer import training_pass
 from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.parallel_micro_batches import Lanes
+from tidemill.trainer.ranks import Ranks
 from tidemill.trainer.telemetry import Offload, Recorder
-from tidemill.trainer.trainer_checkpoint import OPTIMIZER, Snapshot, load_checkpoint
+from tidemill.trainer.trainer_checkpoint import Snapshot, load_checkpoint
 from tidemill.trainer.trainer_kinds import TrainerSettings
 
 T = TypeVar("T")
@@ -43,7 +45,9 @@ async def inline(function: Callable[[], T], /) -> T:
 
 
 class NativeTrainer:
-    """Trainer of one policy, with its critic and reference if there are any, on one device."""
+    """Trainer of one policy, with its critic and reference if there are any, on one device.
+
+    It may be one of several ranks, see `ranks`."""
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class NativeTrainer:
         cores: Cores | None = None,
         threads: int = 1,
         checkpoints: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         """Move the decoder to the device and prepare training. Raises ValueError for 16-bit weights.
 
@@ -68,7 +73,8 @@ class NativeTrainer:
         the policy. scores: export the critic instead of the policy. sender: transport of published weights. source: model
         folder whose tokenizer and configuration go into exports and checkpoints. cores: taken before each micro-batch.
         threads: number of threads on a CPU that may run micro-batches of their own. checkpoints: reserve the memory of a
-        snapshot now, so that a lack of memory shows before training."""
+        snapshot now, so that a lack of memory shows before training. ranks: that share the weights and the rows; every one
+        is given all calls, each with its own rows."""
         for name, parameter in decoder.named_parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -83,9 +89,11 @@ class NativeTrainer:
             # The head is computed in float32, which a device multiplies ten times more slowly than TF32. Its inputs have
             # the eight bits of bfloat16, or are rounded to them when served; TF32 keeps eleven.
             torch.set_float32_matmul_precision("high")
-        self._optimizer = Optimizer(self.decoder, settings, steps)
         self._reference = reference and reference.beside(self.decoder)
         self._critic = critic and critic.beside(self.decoder)
+        self._ranks = ranks or Ranks()
+        self._ranks.shard(self.decoder, *(each for part in (self._reference, self._critic) if part for each in part.modules))
+        self._optimizer = Optimizer(self.decoder, settings, steps)
         self._exports = self._critic.model if self._critic is not None and scores else None
         self._kept = [each for each in (self._reference, self._critic) if each is not None]
         self._compute = training_pass.Compute(
@@ -93,12 +101,13 @@ class NativeTrainer:
             budget=settings.micro_batch_tokens,
             autocast=torch.bfloat16 if settings.dtype == "bfloat16" else None,
             checkpointing=settings.checkpointing,
-            lanes=Lanes(threads if self.device.type == "cpu" else 1, cores),
+            lanes=Lanes(threads if self.device.type == "cpu" and self._ranks.size == 1 else 1, cores),
+            ranks=self._ranks,
         )
         self._sender, self._source = sender, None if source is None else Path(source)
         self._offload, self._recorder = offload, Recorder(process)
         self._snapshot: Snapshot | None = None
-        room = Snapshot.room(self.decoder, self._optimizer, self._kept) if checkpoints else None
+        room = Snapshot.room(self.decoder, self._optimizer, self._kept, self._ranks) if checkpoints else None
         self._room: Snapshot | None = room  # memory for the next snapshot
         self._copying: asyncio.Future[None] | None = None  # copy of the snapshot, beside calls that read the weights
         self._announced: _Announced | None = None  # the latest publication; None before the first, and after `load`
@@ -180,11 +189,13 @@ class NativeTrainer:
 
     def _send(self, version: Version, sender: Sender) -> WeightUpdate:
         dtype, before = self.settings.serving_dtype, self._announced
-        own = Contents.of(self.decoder, DTYPES[dtype])
-        masters = own.words if dtype == "float32" else words_of(self.decoder)
+        blocks, add_up = list(self._ranks.own(hf_blocks(self.decoder))), self._ranks.sums
+        own = Contents.of_blocks(self.decoder, blocks, DTYPES[dtype], add_up)
+        masters = own.words if dtype == "float32" else words_of(self.decoder, add_up)
         announced = _Announced(own, masters, self.updates)
         version = replace(version, fingerprint=own.fingerprint)
-        published = sender.send(version, checked(self._stream(version), own))
+        sent = [block for block in blocks if block.tensor.numel()]
+        published = sender.send(version, checked(self._stream(version, blocks), own, sent))
         if published.version != version:
             raise PolicyMismatch(
                 f"the transport announces {published.version} ({published.version.fingerprint}), not {version}"
@@ -192,8 +203,8 @@ class NativeTrainer:
         self._announced = announced
         return replace(published, note=_why_unchanged(before, announced, self._applied, dtype))
 
-    def _stream(self, version: Version) -> Iterator[Slice]:
-        for count, piece in enumerate(serving_slices(self.decoder, DTYPES[self.settings.serving_dtype])):
+    def _stream(self, version: Version, blocks: list[Slice]) -> Iterator[Slice]:
+        for count, piece in enumerate(serving_slices(self.decoder, DTYPES[self.settings.serving_dtype], blocks)):
             yield piece
             if count == 0:
                 fault_injection.reach(self._recorder.process, "stream", version.step)
@@ -203,7 +214,7 @@ class NativeTrainer:
 
         def run() -> Snapshot:
             room, self._snapshot, self._room = self._snapshot or self._room, None, None  # the first: it was never saved
-            return Snapshot.take(self.decoder, self._optimizer, self._kept, room)
+            return Snapshot.take(self.decoder, self._optimizer, self._kept, room, self._ranks)
 
         await self._copied()
         self._snapshot = await self._do("snapshot", run, self.updates)
@@ -226,7 +237,7 @@ class NativeTrainer:
 
         def wrote(file: Path) -> None:
             self._recorder.count("saved_files", 1)
-            phase = "save-optimizer" if file.name == OPTIMIZER else "save"
+            phase = "save-optimizer" if file.name.startswith("optimizer") else "save"
             fault_injection.reach(self._recorder.process, phase, snapshot.updates, path=file)
 
         def run() -> None:
@@ -243,10 +254,18 @@ class NativeTrainer:
         self._announced = None
 
     async def export(self, folder: str) -> None:
-        """Write the policy (or the critic) to `folder` as a Hugging Face model."""
-        save = partial(save_folder, self.decoder) if self._exports is None else self._exports.save
+        """Write the policy (or the critic) to `folder` as a Hugging Face model; the first of several ranks writes it."""
+        scored = self._exports
+        save = partial(save_folder, self.decoder) if scored is None else scored.save
         dtype = DTYPES[self.settings.serving_dtype]
-        await self._do("export", lambda: save(folder, tokenizer_from=self._source, dtype=dtype))
+
+        def run() -> None:
+            if self._ranks.rank == 0:
+                save(folder, tokenizer_from=self._source, dtype=dtype)
+            else:
+                deque(scored_tensors(self.decoder if scored is None else scored.decoder, scored and scored.head.weight), 0)
+
+        await self._do("export", run)
 
     async def _do(self, name: str, work: Callable[[], T], fault: int | None = None, **args: float) -> T:
         """Do blocking work on the process's cores, in a span. fault: the step of an injected fault."""
@@ -278,6 +297,7 @@ class NativeTrainer:
         if self._critic is not None:
             self._critic.forget()
         self._snapshot = self._room = None
+        self._ranks.close()
         if self._sender is not None:
             self._sender.close()
 

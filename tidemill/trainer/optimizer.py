@@ -14,6 +14,8 @@ from torch.optim.adamw import adamw
 
 from tidemill.core.errors import TrainingDiverged
 from tidemill.core.types import Metrics
+from tidemill.models.local_shards import block_of, full, local
+from tidemill.models.weight_slices import Slice
 from tidemill.trainer.trainer_kinds import TrainerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -58,7 +60,7 @@ class Optimizer:
         Raises TrainingDiverged, and frees the gradient, when it is not finite.
         """
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients, foreach=True)) * abs(scale)
+        norm = float(full(torch.nn.utils.get_total_norm(gradients, foreach=True))) * abs(scale)
         if not math.isfinite(norm):
             self.forget()
             raise TrainingDiverged(
@@ -82,7 +84,7 @@ class Optimizer:
         factor = scale * min(1.0, limit / norm) if limit and norm else scale
         if factor != 1.0:
             for gradient in gradients:
-                gradient.mul_(factor)
+                local(gradient).mul_(factor)
         lr, decay = self.lr, self.settings.weight_decay
         self._step([name for name, p in self.named.items() if p.ndim >= 2], lr, decay)
         self._step([name for name, p in self.named.items() if p.ndim < 2], lr, 0.0)
@@ -92,19 +94,19 @@ class Optimizer:
 
     def _step(self, names: list[str], lr: float, decay: float) -> None:
         """Step the named parameters, all of which have gradients."""
-        named: list[Tensor] = [self.named[name] for name in names]
-        for name, p in zip(names, named, strict=True):
+        weights = [local(self.named[name]) for name in names]
+        for name, p in zip(names, weights, strict=True):
             if name not in self._moments:
                 self._moments[name] = [torch.zeros_like(p) for _ in MOMENTS]
         first, second = ([self._moments[name][i] for name in names] for i in range(2))
         beta1, beta2 = self.settings.betas
         adamw(
-            named,
-            [p.grad for p in named if p.grad is not None],
+            weights,
+            [local(p.grad) for name in names if (p := self.named[name]).grad is not None],
             first,
             second,
             [],
-            [torch.tensor(float(self.done), device=p.device) for p in named],  # adamw increments the count itself
+            [torch.tensor(float(self.done), device=p.device) for p in weights],  # adamw increments the count itself
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -119,20 +121,21 @@ class Optimizer:
         for p in self.named.values():
             p.grad = None
 
-    def state(self) -> dict[str, Tensor]:
-        """Both moments of every parameter by name; empty before the first update."""
+    def state(self) -> list[Slice]:
+        """This process's rows of both moments of every parameter; empty before the first update."""
         held = self._moments
-        return {f"{m}.{name}": held[name][i] for name in self.named if name in held for i, m in enumerate(MOMENTS)}
+        named = ((name, p) for name, p in self.named.items() if name in held)
+        return [block_of(f"{m}.{name}", p, held[name][i]) for name, p in named for i, m in enumerate(MOMENTS)]
 
-    def expected(self, done: int) -> dict[str, Tensor]:
-        """Names of `state()` after `done` updates, each with a tensor of its shape and dtype."""
-        return {f"{m}.{name}": p for name, p in self.named.items() for m in MOMENTS} if done else {}
+    def expected(self, done: int) -> list[Slice]:
+        """`state()` after `done` updates, by name, shape and dtype."""
+        return [block_of(f"{m}.{name}", p) for name, p in self.named.items() for m in MOMENTS] if done else []
 
     def restore(self, state: dict[str, Tensor], done: int) -> None:
         """Restore a checked `state` after `done` updates; moments are copied to the parameters' device."""
         self.forget()
         self.done = done
-        moments = {name: [torch.empty_like(p) for _ in MOMENTS] for name, p in self.named.items()} if done else {}
+        moments = {name: [torch.empty_like(local(p)) for _ in MOMENTS] for name, p in self.named.items()} if done else {}
         for name, tensors in moments.items():
             for m, tensor in zip(MOMENTS, tensors, strict=True):
                 tensor.copy_(state[f"{m}.{name}"])

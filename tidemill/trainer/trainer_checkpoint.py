@@ -4,6 +4,9 @@
     optimizer.safetensors                   both moments by parameter name; the random states; the state of each `Kept`
     trainer.json                            format, updates done
 
+Of several ranks, each writes the rows that it holds, as `model-rank-1-of-2.safetensors` and `optimizer-rank-1-of-2...`
+(`models.block_files`). Any number of ranks can read either form.
+
 `Snapshot` is a copy in host memory: training continues while it is made, up to the next update, and while it is written. The
 checkpoint's manifest and rename make its folder complete (`run/storage/`). Loading checks everything before it changes the
 trainer. On a CPU, training then continues bit for bit as it would have without the interruption.
@@ -12,37 +15,41 @@ trainer. On a CPU, training then continues bit for bit as it would have without 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tidemill.core.errors import CheckpointError, CodecError, UnsupportedModel
 from tidemill.core.serialization import parse_json
 from tidemill.models.architecture import Architecture
+from tidemill.models.block_files import BlockReader, rank_file, rank_files, write_blocks
 from tidemill.models.decoder import Decoder
-from tidemill.models.hf_weights import hf_views, load_folder, write_model
+from tidemill.models.hf_weights import hf_blocks, hf_views, load_folder, write_model
+from tidemill.models.weight_slices import Slice
 from tidemill.trainer.optimizer import Optimizer
+from tidemill.trainer.ranks import Ranks
 
 FORMAT = 1
-OPTIMIZER, _STATE = "optimizer.safetensors", "trainer.json"
+_STEM, _STATE = "optimizer", "trainer.json"
+OPTIMIZER = f"{_STEM}.safetensors"
 _CPU_RNG, _CUDA_RNG = "random.cpu", "random.cuda"
 
 
 class Kept(Protocol):
     """State of a trainer besides policy and optimizer: a critic or a moving reference."""
 
-    def state(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint, by name."""
+    def state(self) -> list[Slice]:
+        """Blocks for a checkpoint: the rows that this rank holds."""
         ...
 
-    def expected(self, updates: int) -> dict[str, Tensor]:
-        """Names of `state()` after `updates` updates, each with a tensor of its shape and dtype."""
+    def expected(self, updates: int) -> list[Slice]:
+        """`state()` after `updates` updates, by name, shape and dtype."""
         ...
 
     def restore(self, state: dict[str, Tensor], updates: int) -> None: ...
@@ -50,42 +57,55 @@ class Kept(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of a trainer's complete state at one moment, complete once `copy` has returned."""
+    """A copy of a trainer's complete state at one moment, complete once `copy` has returned; of one rank, its part."""
 
     arch: Architecture
     dtype: torch.dtype
-    weights: dict[str, Tensor]  # by Hugging Face name
-    optimizer: dict[str, Tensor]  # both moments by parameter name; the random states; the state of each `Kept`
+    ranks: Ranks
+    weights: list[Slice]  # by Hugging Face name
+    optimizer: list[Slice]  # both moments by parameter name, and the state of each `Kept`
+    random: dict[str, Tensor]  # states of random generators
     updates: int
     left: list[tuple[Tensor, Tensor]]  # still to be copied: tensors of this snapshot, and the trainer's tensors for them
 
     @classmethod
     def take(
-        cls, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = (), room: Snapshot | None = None
+        cls,
+        decoder: Decoder,
+        optimizer: Optimizer,
+        kept: Sequence[Kept] = (),
+        room: Snapshot | None = None,
+        ranks: Ranks | None = None,
     ) -> Snapshot:
         """Begin a snapshot of weights, moments, random states and `kept`; `copy` completes it.
 
         Until `copy` has returned, the trainer's tensors may be read but not changed. room: an unused snapshot whose memory
         is reused, because allocating memory takes longer than the copy."""
-        state = [optimizer.state(), *(each.state() for each in kept)]
-        return cls._of(decoder, _together(state), _random(), optimizer.done, room)
+        state = [*optimizer.state(), *(block for each in kept for block in each.state())]
+        return cls._of(decoder, state, _random(), optimizer.done, room, ranks or Ranks())
 
     @classmethod
-    def room(cls, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = ()) -> Snapshot:
+    def room(cls, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = (), ranks: Ranks | None = None) -> Snapshot:
         """Allocate and touch the memory that `take` needs, so that a lack of it shows before training."""
-        expected = [optimizer.expected(1), *(each.expected(1) for each in kept)]
-        found = cls._of(decoder, _together(expected), {}, 0, None)
+        expected = [*optimizer.expected(1), *(block for each in kept for block in each.expected(1))]
+        found = cls._of(decoder, expected, {}, 0, None, ranks or Ranks())
         found.copy()
         return found
 
     @classmethod
     def _of(
-        cls, decoder: Decoder, state: dict[str, Tensor], random: dict[str, Tensor], updates: int, room: Snapshot | None
+        cls,
+        decoder: Decoder,
+        state: list[Slice],
+        random: dict[str, Tensor],
+        updates: int,
+        room: Snapshot | None,
+        ranks: Ranks,
     ) -> Snapshot:
-        own = dict(hf_views(decoder))
-        weights, kept = _places(own, room.weights if room else {}), _places(state, room.optimizer if room else {})
-        left = [*zip(weights.values(), own.values(), strict=True), *zip(kept.values(), state.values(), strict=True)]
-        return cls(decoder.arch, decoder.embed.weight.dtype, weights, kept | random, updates, left)
+        own, state = list(ranks.own(hf_blocks(decoder))), list(ranks.own(state))
+        weights, kept = _places(own, room.weights if room else ()), _places(state, room.optimizer if room else ())
+        left = [(place.tensor, block.tensor) for place, block in zip([*weights, *kept], [*own, *state], strict=True)]
+        return cls(decoder.arch, decoder.embed.weight.dtype, ranks, weights, kept, random, updates, left)
 
     def copy(self) -> None:
         """Copy the tensors, from a GPU into pinned memory; other threads run meanwhile."""
@@ -98,56 +118,65 @@ class Snapshot:
         self.left.clear()
 
     def write(self, folder: Path, source: Path | None, wrote: Callable[[Path], None]) -> None:
-        """Write the snapshot to a new `folder`. Raises CheckpointError when that fails.
+        """Write the snapshot to `folder`, of one rank its files. Raises CheckpointError when that fails.
 
         source: folder whose tokenizer is copied. wrote: called with each large file when it is written.
         """
+        rank, several = self.ranks.rank, self.ranks.size > 1
         try:
-            folder.mkdir(parents=True)
-            write_model(folder, self.arch, self.weights.items(), source, self.dtype)
-            for file in sorted(folder.glob("*.safetensors")):
+            folder.mkdir(parents=True, exist_ok=several)
+            if rank == 0:
+                whole = [] if several else [(block.name, block.tensor) for block in self.weights]
+                write_model(folder, self.arch, whole, source, self.dtype)
+            if several:
+                write_blocks(folder / rank_file("model", rank, self.ranks.size), self.weights)
+            for file in sorted(folder.glob(rank_file("model", rank, self.ranks.size) if several else "*.safetensors")):
                 wrote(file)
-            save_file(self.optimizer, folder / OPTIMIZER)
-            wrote(folder / OPTIMIZER)
-            (folder / _STATE).write_text(json.dumps({"format": FORMAT, "updates": self.updates}))
+            random = [Slice.whole(*each) for each in self.random.items() if rank == 0]
+            path = folder / (rank_file(_STEM, rank, self.ranks.size) if several else OPTIMIZER)
+            write_blocks(path, [*self.optimizer, *random], save_file)
+            wrote(path)
+            if rank == 0:
+                (folder / _STATE).write_text(json.dumps({"format": FORMAT, "updates": self.updates}))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: {error}") from error
 
 
-def _together(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor for state in states for name, tensor in state.items()}
+def _places(blocks: Iterable[Slice], room: Iterable[Slice]) -> list[Slice]:
+    """A host tensor of the same shape and dtype for each block, from `room` where one fits."""
+    known = {block.name: block.tensor for block in room}
 
+    def place(block: Slice) -> Slice:
+        like, there = block.tensor, known.get(block.name)
+        if there is None or (there.shape, there.dtype) != (like.shape, like.dtype):
+            there = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        return replace(block, tensor=there)
 
-def _places(tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A host tensor of the same shape and dtype for each tensor, from `room` where one fits."""
-
-    def place(name: str, like: Tensor) -> Tensor:
-        there = room.get(name)
-        if there is not None and (there.shape, there.dtype) == (like.shape, like.dtype):
-            return there
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-
-    return {name: place(name, tensor) for name, tensor in tensors.items()}
+    return [place(block) for block in blocks]
 
 
 def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = ()) -> None:
     """Restore decoder, optimizer, random states and `kept` to the moment of the snapshot.
 
-    Raises CheckpointError, and changes nothing, when the folder does not fit.
+    Any number of ranks may have written it, and each rank reads the rows that it holds. Raises CheckpointError, and changes
+    nothing, when the folder does not fit.
     """
     updates = _read_state(folder / _STATE)
-    tensors = _read_tensors(folder / OPTIMIZER)
-    random = {name: tensors.pop(name) for name in (_CPU_RNG, _CUDA_RNG) if name in tensors}
+    files = rank_files(folder, _STEM) or [folder / OPTIMIZER]
+    reader = BlockReader(files)
+    random = {name: state for name in (_CPU_RNG, _CUDA_RNG) if (state := reader.whole(name)) is not None}
     if _CPU_RNG not in random:
-        raise CheckpointError(f"{folder / OPTIMIZER}: the random state is missing")
+        raise CheckpointError(f"{files[0]}: the random state is missing")
     parts = [(each, each.expected(updates)) for each in kept]
-    _check(folder / OPTIMIZER, tensors, _together([optimizer.expected(updates), *(names for _, names in parts)]))
-    weights = _read_weights(folder, decoder)
+    expected = [*optimizer.expected(updates), *(block for _, blocks in parts for block in blocks)]
+    reader.check(files[0], expected, random)
+    weights, tensors = _read_weights(folder, decoder), reader.read(expected)
     with torch.no_grad():
-        for (_, view), (_, saved) in zip(hf_views(decoder), hf_views(weights), strict=True):
-            view.copy_(saved)
-    for each, names in parts:
-        each.restore({name: tensors.pop(name) for name in names}, updates)
+        for block, (_, saved) in zip(hf_blocks(decoder), hf_views(weights), strict=True):
+            first = block.offset[0]
+            block.tensor.copy_(saved[first : first + len(block.tensor)])
+    for each, blocks in parts:
+        each.restore({block.name: tensors.pop(block.name) for block in blocks}, updates)
     optimizer.restore(tensors, updates)
     torch.set_rng_state(random[_CPU_RNG])
     if _CUDA_RNG in random and torch.cuda.is_available():
@@ -188,22 +217,3 @@ def _read_state(file: Path) -> int:
     if not isinstance(updates, int) or updates < 0:
         raise CheckpointError(f"{file}: updates = {updates!r}, expected a number >= 0")
     return updates
-
-
-def _read_tensors(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: not readable ({error})") from None
-
-
-def _check(file: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless `found` has the names, shapes and dtypes of `expected`."""
-    if missing := sorted(expected.keys() - found.keys()):
-        raise CheckpointError(f"{file}: {len(missing)} tensors are missing, among them {missing[0]}; is it another model's?")
-    if surplus := sorted(found.keys() - expected.keys()):
-        raise CheckpointError(f"{file}: {len(surplus)} tensors do not belong here, among them {surplus[0]}")
-    for name, tensor in expected.items():
-        if (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype):
-            given, wanted = (f"{tuple(t.shape)} {t.dtype}" for t in (found[name], tensor))
-            raise CheckpointError(f"{file}: {name} is {given}, this trainer has {wanted}")

@@ -35,13 +35,14 @@ class BaseTrainerSettings(KindSettings, registry=TRAINERS):
         default="float32", description="Dtype of the weights sent to engines"
     )
     device: str = Field(default="auto", description="Device of the trainer. auto: cuda if there is one, else cpu")
+    ranks: int = Field(default=1, ge=1, le=1024, description="Processes that train together, each with a part of the rows")
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainerSettings(BaseTrainerSettings):
-    """The native trainer on one device: AdamW, its schedule and its memory."""
+    """The native trainer: AdamW, its schedule, its ranks and its memory."""
 
     kind: Literal["native"] = Field(default="native", description="Kind of trainer")
     warmup_steps: int = Field(default=0, ge=0, description="Optimizer updates over which lr rises from 0. 0: no warm-up")
@@ -53,6 +54,12 @@ class TrainerSettings(BaseTrainerSettings):
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="Decay rates of AdamW's two moments, each in [0, 1)")
     eps: float = Field(default=1e-8, gt=0, description="Term that AdamW adds to the denominator")
     max_grad_norm: float = Field(default=1.0, ge=0, description="Norm to which gradients are clipped. 0: not clipped")
+    shard: Literal["none", "zero2", "zero3", "hsdp"] = Field(
+        default="zero2",
+        description="What each of several ranks holds. none: all weights; zero2: a part of weights, gradients, moments, "
+        "gathered once a call; zero3: the same, gathered layer by layer; hsdp: replicas, each sharded as by zero3",
+    )
+    replicas: int = Field(default=2, ge=2, description="Replicas under shard = 'hsdp'. Each has ranks / replicas ranks")
     checkpointing: bool = Field(default=False, description="Recompute activations: less memory, a third more time")
 
     @model_validator(mode="after")
@@ -60,6 +67,11 @@ class TrainerSettings(BaseTrainerSettings):
         if self.min_lr_ratio and self.schedule == "constant":
             raise ValueError(
                 "min_lr_ratio does not apply to schedule 'constant': choose 'linear' or 'cosine', or leave it out"
+            )
+        if self.shard == "hsdp" and (self.ranks % self.replicas or self.ranks == self.replicas):
+            raise ValueError(
+                f"ranks = {self.ranks} with replicas = {self.replicas}: shard = 'hsdp' needs a multiple of replicas, "
+                "at least twice as many; with one rank in each replica, use shard = 'none'"
             )
         return self
 
@@ -81,6 +93,8 @@ class TrainerSpec(Config):
     seed: int = 0
     core_share: CoreShare | None = None  # None: its cores are its own
     threads: int = 1  # at most so many parallel micro-batches
+    rank: int = 0
+    meeting: str = ""  # file at which several ranks meet
     profile: Path | None = None  # folder for `operator_profiler`
 
 

@@ -10,12 +10,13 @@ Attempts whose gradient is known to be zero (no weight, or no advantage and a lo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tidemill.algorithms.losses import PROPORTIONAL, evaluate, loss_by_name
 from tidemill.core.types import Array, LossSpec, Sample, TrainResult
@@ -27,6 +28,20 @@ from tidemill.models.trained_linear import prepares_sizes
 from tidemill.models.value_model import ValueModel
 from tidemill.trainer.micro_batches import Batch, BatchRow, Unit, by_attempt, pack, rows_of, split
 from tidemill.trainer.parallel_micro_batches import Lanes, lanes_for
+from tidemill.trainer.ranks import Ranks
+
+Split = tuple[list[list[BatchRow]], int]
+"""Micro-batches, and the number of them to run in parallel."""
+
+
+def _idle_row() -> list[BatchRow]:
+    """A row of one token that predicts one, for passes without a sample."""
+    tokens, none = np.zeros(2, np.int32), np.zeros(2, np.float32)
+    sample = Sample(tokens, np.array([False, True]), none, np.full(2, -1, np.int32), none, none)
+    return rows_of([sample])
+
+
+IDLE = _idle_row()  # the micro-batch of a rank that has none left
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +53,25 @@ class Compute:
     autocast: torch.dtype | None = None  # None: the weights' own dtype
     checkpointing: bool = False
     lanes: Lanes = field(default_factory=Lanes)
+    ranks: Ranks = field(default_factory=Ranks)
 
-    def split(self, units: Sequence[Unit]) -> tuple[list[list[BatchRow]], int]:
+    def split(self, units: Sequence[Unit]) -> Split:
         """Split units of rows into micro-batches; returns them and the number to run in parallel."""
         sizes = [sum(row.length for row in unit) for unit in units]
         tokens = min(self.budget, sum(sizes))
         lanes = lanes_for(self.lanes.threads, tokens, max(sizes, default=0))
         return split(units, self.budget if lanes == 1 else tokens // lanes), lanes
+
+    def each(
+        self, run: Callable[[list[BatchRow]], None], split: Split, modules: Sequence[nn.Module], gradient: bool
+    ) -> None:
+        """Call `run` with each micro-batch, and with `IDLE` where other ranks have more of them."""
+        parts, lanes = split
+        for portion in self.ranks.rounds(parts, IDLE, modules, gradient):
+            self.lanes.each(run, portion, lanes)
+
+    def gathering(self, *modules: nn.Module) -> AbstractContextManager[None]:
+        return gathering(*modules, keeps=self.ranks.keeps_copies)
 
     def pack(self, rows: list[BatchRow]) -> Batch:
         """Pack rows, padded to one of few sizes where matrix products keep something for each size."""
@@ -85,6 +112,7 @@ def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Com
     Tokens that were not sampled and have no weight get 0.
     """
     found = [np.zeros(len(s.tokens), np.float32) for s in samples]
+    modules = [model.decoder, model.head] if isinstance(model, ValueModel) else [model]
 
     @torch.no_grad()
     def run(part: list[BatchRow]) -> None:
@@ -93,10 +121,11 @@ def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Com
             numbers = model.values(compute.hidden(model.decoder, batch))
         else:
             numbers, _ = compute.logprobs(model, batch, compute.hidden(model, batch))
-        _scatter(found, batch, numbers)
+        if part is not IDLE:
+            _scatter(found, batch, numbers)
 
-    with gathering(model.decoder if isinstance(model, ValueModel) else model):
-        compute.lanes.each(run, *compute.split([[row] for row in rows_of(samples)]))
+    with compute.gathering(*modules):
+        compute.each(run, compute.split([[row] for row in rows_of(samples)]), modules, gradient=False)
     return found
 
 
@@ -131,8 +160,8 @@ def forward_backward(
             values = None
             if critic is not None:
                 values = critic.values(hidden if critic.decoder is decoder else compute.hidden(critic.decoder, batch))
-            total = live.new_zeros(())
-            for name in batch.losses:
+            total = 0 * (live.sum() if values is None else live.sum() + values.sum()) if part is IDLE else live.new_zeros(())
+            for name in batch.losses if part is not IDLE else ():
                 value, metrics = evaluate(functions[name], *batch.loss_input(name, live, entropy, values))
                 found.append(metrics)
                 total = total + value
@@ -141,14 +170,17 @@ def forward_backward(
                 at_peak()
             compute.lanes.take()
             total.backward()
-        _scatter(logprobs, batch, live.detach())
+        if part is not IDLE:
+            _scatter(logprobs, batch, live.detach())
 
-    with gathering(decoder, *([] if critic is None else [critic.decoder])):
+    modules = [decoder] if critic is None else [decoder, critic.decoder, critic.head]
+    with compute.gathering(*modules):
         for with_gradient in (True, False):
             chosen = [unit for unit, moves in zip(units, moving, strict=True) if moves is with_gradient]
             parts, lanes = compute.split(chosen)
             largest = max(parts, key=lambda part: sum(row.length - row.shared for row in part), default=None)
-            compute.lanes.each(partial(run, with_gradient=with_gradient, largest=largest), parts, lanes)
+            work = partial(run, with_gradient=with_gradient, largest=largest)
+            compute.each(work, (parts, lanes), modules, with_gradient)
     return TrainResult(_added_up(found), logprobs)
 
 

@@ -34,10 +34,11 @@ PART_BYTES = 1 << 30  # bounds the copies (cast, or from a device) that are held
 class CheckpointSender:
     """The only writer of `folder`, for one policy."""
 
-    def __init__(self, folder: Path, keep: int = 2, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, folder: Path, keep: int = 2, part_bytes: int = PART_BYTES, partial: bool = False) -> None:
+        """partial: it sends one part of each version, and only all parts together fill the tensors."""
         if keep < 1:
             raise ValueError(f"keep={keep}: expected at least 1 version to stay on disk")
-        self._folder, self._keep, self._part_bytes = folder, keep, part_bytes
+        self._folder, self._keep, self._part_bytes, self._partial = folder, keep, part_bytes, partial
         self._policy: str | None = None
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_UNFINISHED}*"):  # left by a sender that was killed
@@ -54,7 +55,7 @@ class CheckpointSender:
         (unfinished / _MARKER).touch()
         try:
             manifest = _write_parts(unfinished, version, slices, self._part_bytes)
-            manifest.check()
+            manifest.check(self._partial)
             (unfinished / "manifest.json").write_bytes(manifest.encode())
             for path in (*unfinished.iterdir(), unfinished):
                 flush(path)
@@ -78,23 +79,24 @@ class CheckpointSender:
 
 
 class CheckpointReceiver:
-    """Reads versions that a CheckpointSender wrote to a shared folder."""
+    """Reads versions that CheckpointSenders wrote to shared folders, one for each part."""
 
-    takes = UpdateSupport()
+    takes = UpdateSupport(several_parts=True)
 
     def receive(self, update: WeightUpdate) -> Iterator[Slice]:
         """Iterate over the slices of a version. Raises PolicyMismatch when files do not fit."""
         expect_parts(update, "checkpoint", self.takes)
-        folder = Path(update.parts[0].location)
-        manifest = _read_manifest(folder)
-        expect_whole([manifest], update)
-        parts: dict[int, dict[str, Block]] = {}
-        for block in manifest.blocks:
-            if parts.setdefault(block.part, {}).setdefault(block.key, block) is not block:
-                raise PolicyMismatch(f"{folder}: the manifest names {block.key} twice")
-        for part, blocks in parts.items():
-            for key, tensor in _read_part(folder / _part_name(part), set(blocks)):
-                yield blocks[key].slice(tensor)
+        folders = [Path(part.location) for part in update.parts]
+        manifests = [_read_manifest(folder, len(folders) > 1) for folder in folders]
+        expect_whole(manifests, update)
+        for folder, manifest in zip(folders, manifests, strict=True):
+            parts: dict[int, dict[str, Block]] = {}
+            for block in manifest.blocks:
+                if parts.setdefault(block.part, {}).setdefault(block.key, block) is not block:
+                    raise PolicyMismatch(f"{folder}: the manifest names {block.key} twice")
+            for part, blocks in parts.items():
+                for key, tensor in _read_part(folder / _part_name(part), set(blocks)):
+                    yield blocks[key].slice(tensor)
 
     def close(self) -> None:
         pass
@@ -153,10 +155,10 @@ def _unused(folder: Path) -> Path:
     return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
 
-def _read_manifest(folder: Path) -> WeightManifest:
+def _read_manifest(folder: Path, partial: bool) -> WeightManifest:
     try:
         with open(folder / "manifest.json", "rb") as file:
-            return WeightManifest.decode(file.read(MAX_BYTES + 1))
+            return WeightManifest.decode(file.read(MAX_BYTES + 1), partial)
     except OSError as error:
         raise PolicyMismatch(f"{folder}: no version there ({error}); was it removed? `keep` says how many stay") from None
 

@@ -17,23 +17,28 @@ from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings
 class Transport:
     """Both ends of one transport, returned by its builder."""
 
-    sender: Callable[[Any, Path], Sender]  # called with the transport's settings and a folder of its own
+    sender: Callable[[Any, Path, bool], Sender]  # of its settings, a folder of its own, and `partial`: see `make_sender`
     receiver: Callable[[], Receiver]
 
 
 def shared_memory() -> Transport:
     """Builder of the shared-memory transport; files in the folder replace missing anonymous memory."""
-    return Transport(lambda settings, folder: SharedMemorySender(folder), SharedMemoryReceiver)
+    return Transport(lambda settings, folder, partial: SharedMemorySender(folder, partial=partial), SharedMemoryReceiver)
 
 
 def checkpoint() -> Transport:
     """Builder of the checkpoint transport, whose versions are files in the folder."""
-    return Transport(lambda settings, folder: CheckpointSender(folder, settings.keep), CheckpointReceiver)
+    return Transport(
+        lambda settings, folder, partial: CheckpointSender(folder, settings.keep, partial=partial), CheckpointReceiver
+    )
 
 
-def make_sender(settings: BaseSyncSettings, folder: Path) -> Sender:
-    """The trainer's end of a transport. folder: where the transport may keep files."""
-    return TRANSPORTS.builder_of(settings.kind_name)().sender(settings, folder)
+def make_sender(settings: BaseSyncSettings, folder: Path, partial: bool = False) -> Sender:
+    """The trainer's end of a transport, or that of one of its ranks.
+
+    folder: where the transport may keep files. partial: it sends one part of each version, and others the rest.
+    """
+    return TRANSPORTS.builder_of(settings.kind_name)().sender(settings, folder, partial)
 
 
 def make_receiver(transport: str) -> Receiver:

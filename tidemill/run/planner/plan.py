@@ -28,7 +28,7 @@ class RunPlan:
     saves_beside: bool  # checkpoints are written beside training; the last one is not
     coarsest: str  # dtype of lowest precision that a logprob passes through, in trainer or engine
     shares_cores: bool  # processes may compute with fewer threads than they were given; not where sums must keep their bits
-    lanes: int  # micro-batches that the trainer may run in parallel on a CPU; 1 where sums must keep their bits
+    lanes: int  # micro-batches that the trainer may run in parallel on a CPU; 1 on each of several ranks, or to keep bits
     streams: bool  # a step's gradient may be accumulated as its groups finish; not where sums must keep their bits
     takes_turns: bool  # trainer and engines share a device, and each gives its memory back while the other computes
     context: int  # tokens that a sequence may hold, given enough memory; 0: the model is not known
@@ -61,7 +61,7 @@ def plan_of(config: RunConfig, policy: Architecture | None = None) -> RunPlan:
         saves_beside=0 < config.record.checkpoint_every < config.steps,
         coarsest="bfloat16" if "bfloat16" in dtypes else "float32",
         shares_cores=shares,
-        lanes=placement.trainer_threads if shares else 1,
+        lanes=placement.trainer_threads if shares and config.trainer.ranks == 1 else 1,
         streams=_streams(config) and not takes_turns,
         takes_turns=takes_turns,
         context=0 if policy is None else config.engine.context_of(policy.context),
@@ -75,7 +75,8 @@ def warm_up_plan(config: RunConfig) -> RunPlan:
     A deterministic run keeps its numbers of threads, because they decide the bits of sums.
     """
     cores, given, rate = usable_cores(), config.placement, config.warmup.lr
-    threads = (given.trainer_threads, given.engine_threads) if config.deterministic else (cores, cores)
+    each = max(1, cores // config.trainer.ranks)
+    threads = (given.trainer_threads, given.engine_threads) if config.deterministic else (each, cores)
     together = {"engines": 1, "reference_engines": 0, "trainer_threads": threads[0], "engine_threads": threads[1]}
     constant = {"lr": rate, "warmup_steps": RAMP_UPDATES, "schedule": "constant", "min_lr_ratio": 0.0}
     known = type(config.trainer).model_fields
@@ -108,5 +109,5 @@ def _streams(config: RunConfig) -> bool:
     if config.deterministic or asked != "auto":
         return not config.deterministic and bool(asked)
     devices = _devices(config)
-    enough = placement.trainer_threads + placement.engines * placement.engine_threads <= usable_cores()
-    return placement.processes and (enough or (len(devices) == 2 and "auto" not in devices))
+    threads = config.trainer.ranks * placement.trainer_threads + placement.engines * placement.engine_threads
+    return placement.processes and (threads <= usable_cores() or (len(devices) == 2 and "auto" not in devices))

@@ -1,0 +1,108 @@
+"""Program of one rank for `test_ranks.py`: computes gradients with others and compares them with those of one rank.
+
+python rank_program.py MEETING RANK SIZE      cases as JSON lines on stdin, for each a JSON line with the largest error
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+from algorithm_cases import LONGEST, as_given, logprobs_of, played, prepared, settings
+from trainer_cases import LOSSES, batch, decoder, gradients, parameters, value_model
+
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
+from tidemill.controller.trainer_group import deal
+from tidemill.models.local_shards import first_row, local
+from tidemill.trainer.ranks import ShardedRanks
+
+PRESETS = {
+    "grpo": settings("grpo", reference={"kl": 0.3, "estimator": "k3"}, entropy=0.1),
+    "gspo": settings("gspo"),
+    "ppo": settings("ppo"),
+    "dpo": settings("dpo"),
+    "sft": settings("sft"),
+}
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+def rows_for(name):
+    """(samples, losses) of a preset; "ragged": rows of every kind, one of them longer than all others together."""
+    if name in ("ragged", "one row"):
+        rows = batch()
+        if name == "one row":
+            return rows[:1], LOSSES
+        longest = max(range(len(rows)), key=lambda i: len(rows[i].tokens))
+        row = rows[longest]
+        grown = {
+            key: np.concatenate([value] * 12)[:300]
+            for key in ("tokens", "mask", "logprobs", "versions", "advantages", "weights")
+            if (value := getattr(row, key)) is not None
+        }
+        grown["mask"][0], grown["weights"][0] = False, 0
+        return [*rows, replace(row, **grown, old_logprobs=None)], LOSSES
+    model = decoder(torch.float64)
+    groups = played(model)
+    chosen = PRESETS[name]
+    groups = as_given(groups, chosen.given) if chosen.given else groups
+    ready = prepared(ConfiguredAlgorithm(chosen, LONGEST), groups, logprobs_of(groups, model))
+    return ready.updates[0].samples, ready.losses
+
+
+def run(case, made):
+    samples, losses = rows_for(case["rows"])
+    dtype = DTYPES[case["dtype"]]
+    with_critic = case["rows"] == "ppo"
+
+    def models():
+        policy = decoder(dtype, **case.get("model", {}))
+        critic = value_model(policy if case.get("head") else None, dtype=dtype) if with_critic else None
+        return policy, critic
+
+    policy, critic = models()
+    expected, alone = gradients(samples, policy, losses=losses, critic=critic)
+    ranks = made(case["shard"], case.get("replicas", 2))
+    policy, critic = models()
+    modules = [] if critic is None else [critic.head] if critic.shared else [critic.decoder, critic.head]
+    ranks.shard(policy, *modules)
+    mine = [samples[i] for i in deal(samples, ranks.size)[ranks.rank]]
+    how = {"checkpointing": case.get("checkpointing", False), "ranks": ranks}
+    found, result = gradients(mine, policy, budget=40, losses=losses, critic=critic, **how)
+    named, worst, where, missed, size = parameters(policy, critic), 0.0, "", 0.0, 0.0
+    for name, whole in expected.items():
+        rows = local(found[name])
+        first = first_row(named[name])
+        own = whole[first : first + len(rows)]
+        missed, size = missed + float((rows - own).double().square().sum()), size + float(whole.double().square().sum())
+        error = float((rows - own).norm() / (whole.norm() + 1e-30))
+        worst, where = max((worst, where), (error, name))
+    assert set(found) == set(expected), set(found) ^ set(expected)
+    totals = ranks.sums([round(result.metrics["tokens"])])
+    assert totals == [round(alone.metrics["tokens"])], (totals, alone.metrics)
+    return {"error": (missed / size) ** 0.5, "worst": worst, "where": where, "rows": len(mine)}
+
+
+def main():
+    torch.set_num_threads(1)
+    meeting, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    known = {}
+
+    def made(shard, replicas):
+        if (shard, replicas) not in known:
+            known[shard, replicas] = ShardedRanks(rank, size, shard, replicas, torch.device("cpu"), meeting)
+        return known[shard, replicas]
+
+    for line in sys.stdin:
+        case = json.loads(line)
+        print(json.dumps(run(case, made)), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Gradients of several ranks, each a process, equal those of one (I6)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+WITHIN = {"float64": 1e-12, "float32": 2e-6}
+KINDS = {"none": (2, 4), "zero2": (2, 4), "zero3": (2, 4), "hsdp": (4,)}
+
+
+def cases(size):
+    """Every kind of sharding with every preset; with every family; and what is special about rows."""
+    for shard, sizes in KINDS.items():
+        if size not in sizes:
+            continue
+        for dtype in WITHIN:
+            for rows in ("grpo", "gspo", "ppo", "dpo", "sft", "ragged", "one row"):
+                yield {"shard": shard, "dtype": dtype, "rows": rows}
+            for family in FAMILIES:
+                for tied in (True, False):
+                    model = {"model_type": family, "tie_word_embeddings": tied}
+                    yield {"shard": shard, "dtype": dtype, "rows": "grpo", "model": model, "checkpointing": not tied}
+            yield {"shard": shard, "dtype": dtype, "rows": "ppo", "head": True, "checkpointing": True}
+
+
+def name_of(case):
+    return "-".join(str(v) if not isinstance(v, dict) else "-".join(map(str, v.values())) for v in case.values())
+
+
+FEW = [(2, {"shard": shard, "dtype": "float64", "rows": rows}) for shard in ("zero2", "zero3") for rows in ("ppo", "ragged")]
+ALL = [(size, case) for size in (2, 4) for case in cases(size)]
+
+
+@pytest.fixture(scope="module")
+def answers(request, tmp_path_factory):
+    """All ranks' answers by (ranks, name of the case). Real processes compute those of the tests that were chosen, once."""
+    chosen = {item.callspec.id: item.callspec.params for item in request.session.items if "answers" in item.fixturenames}
+    found = {}
+    for size in {params["size"] for params in chosen.values()}:
+        asked = [params["case"] for params in chosen.values() if params["size"] == size]
+        for case, each in zip(asked, together(tmp_path_factory.mktemp(f"ranks-{size}"), size, asked), strict=True):
+            found[size, name_of(case)] = each
+    return found
+
+
+def together(folder, size, asked):
+    """The answers of all ranks to each case; None from one that ended before."""
+    command = [sys.executable, str(Path(__file__).parent / "rank_program.py"), str(folder / "meeting")]
+    (folder / "cases").write_text("".join(json.dumps(case) + "\n" for case in asked))
+    processes = []
+    try:
+        for rank in range(size):
+            with open(folder / "cases") as given, open(folder / f"out-{rank}", "w") as out:
+                processes.append(subprocess.Popen([*command, str(rank), str(size)], stdin=given, stdout=out))
+        for process in processes:
+            process.wait(timeout=900)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(timeout=30)
+    lines = [(folder / f"out-{rank}").read_text().splitlines() for rank in range(size)]
+    return [[json.loads(each[i]) if i < len(each) else None for each in lines] for i in range(len(asked))]
+
+
+def check(answers, size, case):
+    for answer in answers[size, name_of(case)]:
+        assert answer is not None, "the rank ended before it came to this case"
+        assert answer["error"] <= WITHIN[case["dtype"]] and answer["worst"] <= 5 * WITHIN[case["dtype"]], answer
+
+
+def name(value):
+    return name_of(value) if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize("size, case", FEW, ids=name)
+def test_some_gradients_are_those_of_one_rank(answers, size, case):
+    check(answers, size, case)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size, case", [each for each in ALL if each not in FEW], ids=name)
+def test_every_gradient_is_that_of_one_rank(answers, size, case):
+    check(answers, size, case)

@@ -1,0 +1,153 @@
+"""Ranks of a trainer: processes that share its weights, or its rows, and add up their gradients.
+
+    none    every rank holds all weights                     gradients are added up after the last micro-batch
+    zero2   a rank holds its rows of weights, gradients      weights are gathered for a call, gradients reduced after the
+            and moments                                      last micro-batch
+    zero3   the same                                         a layer is gathered for each pass, and reduced after it
+    hsdp    `replicas` groups of ranks, each as zero3        the groups' gradients are added up after the last micro-batch
+
+PyTorch's `fully_shard` (FSDP2, 2304.11277) moves weights and gradients. Gradients are sums, never averages (I6). All ranks
+take part in the same collective operations in the same order: a rank with fewer micro-batches than the others runs idle
+passes, whose gradient is zero.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from tidemill.models.weight_slices import Slice
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+WHOLE = ("none", "zero2")  # kinds of sharding that gather all weights at once, and reduce gradients once in a call
+COLLECTIVE_S = 3600.0  # limit of a collective operation; a rank that dies ends it at once
+
+
+class Ranks:
+    """The only rank of a trainer: it waits for nobody."""
+
+    rank, size, replica, replicas = 0, 1, 0, 1
+    keeps_copies = True  # prepared copies of matrices may be kept from one pass to the next
+
+    def shard(self, *modules: nn.Module) -> None:
+        """Keep only this rank's part of the modules' weights."""
+
+    def rounds(self, parts: Sequence[T], idle: T, modules: Sequence[nn.Module], gradient: bool) -> Iterator[Sequence[T]]:
+        """The micro-batches of this rank, `idle` ones among them, in the portions to run one after another.
+
+        modules: that take part. gradient: whether each micro-batch runs backward, too.
+        """
+        yield parts
+
+    def own(self, blocks: Iterable[Slice]) -> Iterable[Slice]:
+        """The blocks as this rank writes them for all, empty ones where others do: together, every element once."""
+        return blocks
+
+    def sums(self, numbers: Sequence[int]) -> list[int]:
+        """The sums of all ranks' numbers, modulo 2^64."""
+        return list(numbers)
+
+    def close(self) -> None: ...
+
+
+class ShardedRanks(Ranks):
+    """One of several ranks."""
+
+    def __init__(self, rank: int, size: int, shard: str, replicas: int, device: torch.device, meeting: str) -> None:
+        """Meet the other ranks, at a file that all of them can open. Blocks until all have come."""
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import FileStore
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        limit = datetime.timedelta(seconds=COLLECTIVE_S)
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=FileStore(meeting, size), rank=rank, world_size=size, timeout=limit)
+        self.rank, self.size = rank, size
+        self.replicas = {"none": size, "hsdp": replicas}.get(shard, 1)
+        self.replica = rank // (size // self.replicas)
+        self._whole, self.keeps_copies = shard in WHOLE, shard in WHOLE
+        shape, names = (self.replicas, size // self.replicas), ("replicas", "shards")
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self._mesh: DeviceMesh = mesh if self.replicas > 1 else mesh["shards"]
+
+    def shard(self, *modules: nn.Module) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for module in modules:
+            for layer in getattr(module, "layers", ()):
+                fully_shard(layer, mesh=self._mesh, reshard_after_forward=not self._whole)
+            # The head is read after the last layer, so the rest of the weights stays gathered until the backward pass.
+            fully_shard(module, mesh=self._mesh, reshard_after_forward=False)
+            for part in _sharded([module]):
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)  # without it the factor above has no effect over gloo
+
+    def rounds(self, parts: Sequence[T], idle: T, modules: Sequence[nn.Module], gradient: bool) -> Iterator[Sequence[T]]:
+        most = self._most(len(parts))
+        if not most:
+            return
+        sharded = _sharded(modules)
+        mine = [*parts, *[idle] * (1 - len(parts) if self._whole else most - len(parts))]
+        for part in sharded if self._whole else ():
+            part.unshard()
+            part.set_reshard_after_backward(False)
+        try:
+            self._reduce_later(sharded, True, gradient)
+            yield mine[:-1]
+            self._reduce_later(sharded, False, gradient)
+            yield mine[-1:]
+        finally:
+            for part in sharded:
+                part.reshard()
+
+    def _reduce_later(self, sharded: list[Any], later: bool, gradient: bool) -> None:
+        for part in sharded if gradient else ():
+            if self._whole:
+                part.set_requires_gradient_sync(not later)
+            elif self.replicas > 1:
+                part.set_requires_all_reduce(not later)
+
+    def own(self, blocks: Iterable[Slice]) -> Iterator[Slice]:
+        for number, block in enumerate(blocks):
+            mine = number % self.replicas == self.replica
+            yield block if mine else replace(block, tensor=block.tensor[:0])
+
+    def sums(self, numbers: Sequence[int]) -> list[int]:
+        import torch.distributed as dist
+
+        wrapped = torch.tensor([n - 2**64 if n >= 2**63 else n for n in numbers], dtype=torch.int64)
+        dist.all_reduce(wrapped)
+        return [n % 2**64 for n in wrapped.tolist()]
+
+    def _most(self, count: int) -> int:
+        import torch.distributed as dist
+
+        found = torch.tensor(count)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return int(found)
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _sharded(modules: Sequence[nn.Module]) -> list[Any]:
+    """The modules whose weights `fully_shard` moves, each once."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return list(dict.fromkeys(each for module in modules for each in module.modules() if isinstance(each, FSDPModule)))
