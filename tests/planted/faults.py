@@ -39,8 +39,8 @@ FAULTS = [
     ),
     Fault(
         "tokens of an unknown policy are trained on",
-        "            if not self._known([group]):",
-        "            if False:",
+        "        if not known(versions, [group]):",
+        "        if False:",
         "controller/test_controller.py",
     ),
     Fault(

@@ -13,79 +13,40 @@ With `turns`, trainer and engines share a device: the gradient waits for the pub
 A step's composition is in the ledger before its gradient is complete, and before any weight changes (I3). Every token's
 version is one that this run published (I1), and none is older than max_lag (I2). Only replayed groups (`again`) may be
 older, as old as the recipe allows.
+When the trainer is lost, what belongs to it ends: its calls, a publication, a checkpoint, a gradient. Rollouts go on, and no
+slot is released, until a new trainer has the weights of the steps done and these are published. The groups that were taken
+for the next step stay its groups.
 This module knows protocols only: no torch, no engine, no process. Tests run it under virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.circuit_breaker import Gate
 from tidemill.controller.device_turns import DeviceTurns
 from tidemill.controller.dropped_groups import Drops
+from tidemill.controller.first_cause import first_cause, trainer_loss
+from tidemill.controller.freshness import check_fresh, known
+from tidemill.controller.schedule import Hooks, Observer, Schedule
 from tidemill.controller.train_step import Begun, computed_tokens, train_on
 from tidemill.core import fault_injection
 from tidemill.core.attempt_checks import check_attempts
-from tidemill.core.errors import PolicyMismatch, RunFailed
+from tidemill.core.errors import PeerLost, RunFailed
 from tidemill.core.interfaces import Algorithm, Ledger, Publisher, Roller, Trainer
 from tidemill.core.policy_version import PolicyKey
-from tidemill.core.types import Array, Group, Metrics, Sample, Task, TrainResult, Update, Version
+from tidemill.core.types import Group, Task, TrainResult, Update, Version
 from tidemill.observability.stall_report import waiting
 from tidemill.observability.timeline import Timeline
 
 ROLE = "controller"  # this process's role in fault injection
 Publication = asyncio.Task[list[Version]]  # of one step: a version of each policy
 PATIENCE_S = 3.0  # wait for the last checkpoint before the user is told of it
-
-
-class Observer(Protocol):
-    """Receiver of the loop's events, in order. It cannot change what happens."""
-
-    def rolled_out(self, group: Group, dropped: str | None) -> None: ...
-    async def trained(
-        self, step: int, groups: Sequence[Group], samples: Sequence[Sample], result: TrainResult, metrics: Metrics
-    ) -> None: ...
-    def published(self, version: Version) -> None: ...
-    def evaluated(self, step: int, results: Metrics) -> None: ...
-    def saving(self, step: int) -> None:
-        """All steps are trained, and the run waits until the checkpoint of this step is written."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The loop's length and the steps at which it does more than train.
-
-    Steps are counted from the beginning of the run.
-    """
-
-    steps: int
-    first: int = 0  # > 0 when a run goes on
-    saved: int = 0  # step of the newest checkpoint; 0: there is none
-    incarnation: int = 0
-    eval_every: int = 0  # 0: never
-    checkpoint_every: int = 0  # 0: only at the end
-    probe_every: int = 0  # 0: never
-    deterministic: bool = False  # the policy that samples a group depends on the group alone
-    stream: int = 0  # finished tokens with which a waiting trainer begins, if by_group; 0: it waits for all
-    barren: int = 100  # the run stops when this many times a step's groups are dropped in a row
-
-
-@dataclass(slots=True)
-class Hooks:
-    """Functions that the loop awaits at set points. None: nothing is done there."""
-
-    evaluate: Callable[[Version], Awaitable[Metrics]] | None = None
-    # (steps done, next admission id) -> once the state is copied, the coroutine that writes it while training goes on
-    checkpoint: Callable[[int, int], Awaitable[Coroutine[Any, Any, None]]] | None = None
-    # raises PolicyMismatch, before the update, if engines and trainer disagree on what the present version sampled
-    agree: Callable[[Version, Sequence[Group], Sequence[Sample], Sequence[Array]], Awaitable[None]] | None = None
-    probe: Callable[[Version, Sequence[Sample], Sequence[Array]], Awaitable[None]] | None = None
 
 
 @dataclass(slots=True)
@@ -111,11 +72,18 @@ class Controller:
     turns: DeviceTurns = field(default_factory=DeviceTurns)  # on the device, if trainer and engines share one
     timeline: Timeline = field(default_factory=Timeline)  # what the loop does when, for the time breakdown
     step: int = 0  # steps done
+    incarnation: int = 0  # of the steps trained from here on
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _drops: Drops = field(default_factory=Drops)  # since the latest group that was kept
+    _workers: list[asyncio.Task[None]] = field(default_factory=list)  # the rollouts
+    _taken: list[Group] = field(default_factory=list)  # for the next step
+    _again: Sequence[Group] | None = None  # that it trains once more; None: the ledger does not have it yet
+    _owed: int = 0  # slots of the latest step, until its weights are published
+    _evaluated: int = -1  # the latest version that was
     _saved: int = 0  # step of the latest checkpoint
     _saving: asyncio.Task[None] | None = None
-    _reporting: asyncio.Task[None] | None = None  # the observer of the latest step
+    _report: Coroutine[Any, Any, None] | None = None  # of the latest step, not begun
+    _reporting: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
         """Ask the run to end after the step it is in."""
@@ -126,25 +94,63 @@ class Controller:
 
         Any failure cancels the rest, and the first cause is raised.
         """
+        self.step, self._saved, self.incarnation = self.schedule.first, self.schedule.saved, self.schedule.incarnation
         try:
-            async with asyncio.TaskGroup() as group:
-                # Nothing is sampled before the engines serve what this run published.
-                publishing = group.create_task(self._publish(self.schedule.first, 0))
-                with self.timeline.phase("publication"):
-                    await asyncio.wait({publishing})  # bounded: its calls have deadlines
-                workers = [group.create_task(self._rollout_forever(), name=f"rollout-{i}") for i in range(self.buffer.slots)]
-                workers += [group.create_task(self._restore(each)) for each in self.restored]
-                done = await self._train(group, publishing)
-                for worker in workers:
-                    worker.cancel()
-                said = asyncio.get_running_loop().call_later(PATIENCE_S, self.observer.saving, done)
-                try:
-                    await self._written()
-                finally:
-                    said.cancel()
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    try:
+                        async with asyncio.TaskGroup() as own:  # what ends with the present trainer
+                            await self._live(tasks, own)
+                        break
+                    except BaseExceptionGroup as failures:
+                        lost = await trainer_loss(failures, self.hooks.ends)
+                    await self._restart(lost)
         except BaseExceptionGroup as failures:
             raise first_cause(failures) from failures
-        return done
+        finally:
+            if self._report is not None:
+                self._report.close()
+        return self.step
+
+    async def _live(self, tasks: asyncio.TaskGroup, own: asyncio.TaskGroup) -> None:
+        """Publish the weights of the steps done, and train the others.
+
+        tasks: those of the run. own: those that end with the present trainer.
+        """
+        watching = own.create_task(self.hooks.ends()) if self.hooks.ends else None
+        if self._owed:
+            await self._settled()
+        self._begin_report(tasks)
+        publishing = own.create_task(self._publish(self.step))
+        if not self._workers:  # nothing is sampled before the engines serve what this run published
+            with self.timeline.phase("publication"):
+                await asyncio.wait({publishing})  # bounded: its calls have deadlines
+            rollouts = [self._rollout_forever() for _ in range(self.buffer.slots)]
+            self._workers += [tasks.create_task(work, name=f"rollout-{i}") for i, work in enumerate(rollouts)]
+            self._workers += [tasks.create_task(self._restore(each)) for each in self.restored]
+        await self._train(tasks, own, publishing)
+        for worker in self._workers:
+            worker.cancel()
+        said = asyncio.get_running_loop().call_later(PATIENCE_S, self.observer.saving, self.step)
+        try:
+            await self._written()
+        finally:
+            said.cancel()
+        if watching:
+            watching.cancel()
+
+    async def _restart(self, lost: PeerLost) -> None:
+        """Wait for a new trainer with the weights of the steps done. Meanwhile rollouts go on as far as there are slots."""
+        if self.hooks.restart is None:
+            raise lost
+        served = self.publisher.withdraw()
+        if served is not None and served.key not in self.versions:  # some engines may have committed it, and sample from it
+            self.versions[served.key] = served
+            self.ledger.publish(served)
+        with self.timeline.phase("restart"):
+            await self.turns.trainer()
+            self.incarnation, self._saved = await self.hooks.restart(lost, self.step)
+        self._saving = None
 
     async def _rollout_forever(self) -> None:
         while True:
@@ -196,50 +202,59 @@ class Controller:
                 self.ledger.drop(group.id, reason)
             await self.buffer.drop(group.id)
 
-    async def _train(self, tasks: asyncio.TaskGroup, publishing: Publication) -> int:
-        step, self._saved = self.schedule.first, self.schedule.saved
-        self.step = step
-        if step > self._saved:  # a resume trained these steps again: save them, so that it need not be done once more
-            await self._checkpoint(tasks, step)
-        while step < self.schedule.steps:
-            gathered = await self._gather(step, publishing)
+    async def _train(self, tasks: asyncio.TaskGroup, own: asyncio.TaskGroup, publishing: Publication) -> None:
+        if self.step > self._saved:  # these steps were trained again: save them, so that it need not be done once more
+            await self._checkpoint(own, self.step)
+        while self.step < self.schedule.steps:
+            gathered = await self._gather(self.step, publishing)
             if gathered is None:
                 break
-            groups, begun = gathered
             if self.turns.taken:
                 await self._take_device(publishing)
-            with self.timeline.phase("ledger"):
-                again = self.again(step)
-            await self._expect_fresh(step, groups[len(begun.groups) :], again, publishing)
-            with self.timeline.phase("ledger"):
-                incarnation = self.schedule.incarnation
-                self.ledger.begin_step(step, incarnation, [g.id for g in groups], [g.id for g in again])
-            fault_injection.reach(ROLE, "train", step)
-            before = partial(self._before_update, publishing, step, groups)
-            with self.timeline.phase("train"):
-                prepared, result, metrics = await train_on(self.trainer, self.algorithm, groups, again, step, before, begun)
-            fault_injection.reach(ROLE, "apply", step)
-            self.step = step = step + 1
-            with self.timeline.phase("ledger"):
-                self.ledger.end_step(step - 1, incarnation, prepared.metrics | metrics)
+            await self._train_step(*gathered, publishing)
             await self._settled()
             await self._reported()  # the step before; this one is reported during the next one, or before a checkpoint
-            report = self.observer.trained(step - 1, groups, prepared.samples, result, prepared.metrics | metrics)
-            saves = step == self.schedule.steps or self._due(step, self.schedule.checkpoint_every)
-            if saves:
-                with self.timeline.phase("metrics"):
-                    await report  # bounded: its calls have deadlines
-                await self._checkpoint(tasks, step)
-            publishing = tasks.create_task(self._publish(step, len(groups)))
+            if self.step == self.schedule.steps or self._due(self.step, self.schedule.checkpoint_every):
+                self._begin_report(tasks)
+                await self._reported()
+                await self._checkpoint(own, self.step)
+            publishing = own.create_task(self._publish(self.step))
             with self.timeline.phase("publication"):
                 await asyncio.sleep(0)  # the trainer is asked to publish before it is asked for the next gradient
-            if not saves:
-                self._reporting = tasks.create_task(report)
+            self._begin_report(tasks)
         await self._reported()
         await self._published(publishing)
-        if step > self._saved:  # the run was asked to stop: save what was trained
-            await self._checkpoint(tasks, step)
-        return step
+        if self.step > self._saved:  # the run was asked to stop: save what was trained
+            await self._checkpoint(own, self.step)
+
+    async def _train_step(self, groups: list[Group], begun: Begun, publishing: Publication) -> None:
+        """Record the next step, train it, and record its end."""
+        step = self.step
+        again = await self._begin(step, groups, begun, publishing)
+        fault_injection.reach(ROLE, "train", step)
+        before = partial(self._before_update, publishing, step, groups)
+        with self.timeline.phase("train"):
+            prepared, result, metrics = await train_on(self.trainer, self.algorithm, groups, again, step, before, begun)
+        fault_injection.reach(ROLE, "apply", step)
+        metrics = prepared.metrics | metrics
+        self.step, self._owed, self._taken, self._again = step + 1, len(groups), [], None
+        with self.timeline.phase("ledger"):
+            self.ledger.end_step(step, self.incarnation, metrics)
+        self._report = self.observer.trained(step, groups, prepared.samples, result, metrics)
+
+    async def _begin(self, step: int, groups: list[Group], begun: Begun, publishing: Publication) -> Sequence[Group]:
+        """Record the groups of a step. Returns those that it trains once more."""
+        if self._again is not None:  # an earlier trainer had begun it, and is lost
+            with self.timeline.phase("ledger"):
+                self.ledger.replay_step(step, self.incarnation)
+            return self._again
+        with self.timeline.phase("ledger"):
+            again = self.again(step)
+        await self._expect_fresh(step, groups[len(begun.groups) :], again, publishing)
+        with self.timeline.phase("ledger"):
+            self.ledger.begin_step(step, self.incarnation, [g.id for g in groups], [g.id for g in again])
+        self._again = again
+        return again
 
     async def _settled(self) -> None:
         """In a deterministic run: wait until the present weights have sampled all that is theirs."""
@@ -270,10 +285,15 @@ class Controller:
                     async with self.turns.lent():
                         await self.hooks.probe(version, update.samples, result.logprobs)
 
+    def _begin_report(self, tasks: asyncio.TaskGroup) -> None:
+        """Have the observer told of the latest step. A lost trainer does not end this."""
+        if self._report is not None:
+            self._reporting, self._report = tasks.create_task(self._report), None
+
     async def _reported(self) -> None:
         if self._reporting:
             with self.timeline.phase("metrics"):
-                await self._reporting  # bounded: its calls have deadlines
+                await asyncio.wait({self._reporting})  # bounded: its calls have deadlines
 
     async def _published(self, publishing: Publication) -> list[Version]:
         with self.timeline.phase("publication"):
@@ -285,8 +305,9 @@ class Controller:
         Returns None when the run was asked to stop before they were complete. The groups taken so far stay pending then, and
         their gradient, which was never applied, is lost.
         """
-        groups, begun, tokens = list[Group](), Begun(), 0
+        groups, begun = self._taken, Begun()
         stream = self.schedule.stream if self.algorithm.by_group else 0
+        tokens = sum(map(computed_tokens, groups)) if stream else 0
         while left := self.buffer.batch - len(groups):
             with self.timeline.phase("rollouts"):
                 group = await self._take(left if stream else 1)
@@ -317,7 +338,7 @@ class Controller:
             taking.cancel()
             stopping.cancel()
 
-    async def _publish(self, step: int, trained: int) -> list[Version]:
+    async def _publish(self, step: int) -> list[Version]:
         """Publish weights `step` of every policy, release the slots of the step that made them, and evaluate if due.
 
         Policies share the step number: one that had no samples is published, too, so that none of its tokens is older than
@@ -327,17 +348,19 @@ class Controller:
         fault_injection.reach(ROLE, "publish", step)
         served = list[Version]()
         for policy in self.policies:
-            version = await self.publisher.publish(Version(step, self.schedule.incarnation, policy))
+            version = await self.publisher.publish(Version(step, self.incarnation, policy))
             self.versions[version.key] = version
             with self.timeline.phase("ledger"):
                 self.ledger.publish(version)
             self.observer.published(version)
             served.append(version)
         await self.turns.engines()
-        await self.buffer.release(trained)  # groups admitted from here on begin with these weights
-        last = step == self.schedule.steps
-        if self.hooks.evaluate and (last or self._due(step, self.schedule.eval_every)):
+        await self.buffer.release(self._owed)  # groups admitted from here on begin with these weights
+        self._owed = 0
+        due = step == self.schedule.steps or self._due(step, self.schedule.eval_every)
+        if self.hooks.evaluate and due and self._evaluated < step:
             results = await self.hooks.evaluate(served[0])
+            self._evaluated = step
             self.ledger.evaluation(step, results)
             self.observer.evaluated(step, results)
         return served
@@ -368,32 +391,8 @@ class Controller:
         self, step: int, groups: Sequence[Group], again: Sequence[Group], publishing: Publication
     ) -> None:
         with self.timeline.phase("freshness"):
-            known = self._known(groups)
-        if not known:  # one engine already serves the new version, another has not committed it yet
+            are_known = known(self.versions, groups)
+        if not are_known:  # one engine already serves the new version, another has not committed it yet
             await self._published(publishing)
         with self.timeline.phase("freshness"):
-            self._check(step, groups, again)
-
-    def _known(self, groups: Sequence[Group]) -> bool:
-        return all(self.versions.get(source.key) == source for group in groups for source in group.sources)
-
-    def _check(self, step: int, groups: Sequence[Group], again: Sequence[Group]) -> None:
-        """Verify I1 and I2 at the last moment before a gradient.
-
-        Neither applies to offline replies, which no policy sampled. I2 does not apply to replayed groups.
-        """
-        for group in (*groups, *again):
-            if not self._known([group]):
-                raise PolicyMismatch(f"group {group.id} holds tokens of a policy which this run never published")
-        for group in groups:
-            if group.oldest is not None and step - group.oldest > self.buffer.max_lag:
-                raise AssertionError(f"group {group.id} is {step - group.oldest} versions old at step {step}: bound broken")
-
-
-def first_cause(failures: BaseExceptionGroup) -> BaseException:
-    """The first exception that is not a mere cancellation: the one that the user should read."""
-    for failure in failures.exceptions:
-        if isinstance(failure, BaseExceptionGroup):
-            return first_cause(failure)
-        return failure
-    raise AssertionError("an exception group is never empty")
+            check_fresh(self.versions, step, groups, again, self.buffer.max_lag)

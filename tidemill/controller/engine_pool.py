@@ -77,6 +77,7 @@ class EnginePool:
         self._published: WeightUpdate | None = None
         self._asleep_since: float | None = None  # by the event loop's clock; None: awake
         self._slept = 0.0  # seconds, in sleeps that are over
+        self._withdrawn = False  # its weights are gone: members join with the next version
         self.context = 0  # tokens that every engine that serves can hold; the last known figure while none does
         self._tell()
 
@@ -115,13 +116,21 @@ class EnginePool:
     async def publish(self, published: WeightUpdate) -> Version:
         """Have every member that serves, at least one, commit this version.
 
-        Raises PolicyMismatch when one reports another version.
+        Raises PolicyMismatch when one reports another version, and when a later step is in force.
         """
         async with self._committing:
-            self._published = published
+            if self.in_force is not None and published.version.step < self.in_force.step:
+                raise PolicyMismatch(f"{published.version} would follow {self.in_force}: engines never step back")
+            self._published, self._withdrawn = published, False
+            self._tell()
             await asyncio.gather(*(self._commit(member, published) for member in self._serving()))
         await self._until_one_serves()  # when all were lost: the first one to join has committed this version
         return published.version
+
+    def withdraw(self) -> Version | None:
+        """See `interfaces.Publisher`."""
+        self._withdrawn = self._published is not None
+        return self.in_force
 
     async def sleep(self) -> None:
         """Have all members give their memory back, weights included, until `wake`. Those that join sleep at once."""
@@ -152,6 +161,7 @@ class EnginePool:
             raise ValueError(f"{member.name} is in the pool already: a new member needs a name of its own")
         self._members[member.name] = member
         try:
+            await self._until(lambda: not self._withdrawn, "the trainer", "the next version")
             async with self._committing:  # after a publication that is under way
                 if self._published is not None:
                     await self._update(member, self._published)
@@ -331,3 +341,6 @@ class PoolPublisher:
             self._told.add(published.note)
             self._tell(served, published.note)
         return served
+
+    def withdraw(self) -> Version | None:
+        return self._pool.withdraw()

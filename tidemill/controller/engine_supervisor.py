@@ -3,7 +3,7 @@
     lost -> budget (so many restarts in a window, each after a longer pause) -> start -> a new member joins the pool
                     \\-> spent: RunFailed, with the first cause
 
-There is only one trainer: when it ends, the run ends with it, in a state that can be resumed.
+The trainer is no member of a pool: `run/trainer_restart.py` starts it again.
 """
 
 from __future__ import annotations

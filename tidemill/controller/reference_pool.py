@@ -10,6 +10,7 @@ another engine or on the restarted one.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +26,9 @@ class WithServedReference:
 
     def __init__(self, trainer: Trainer, engines: EnginePool) -> None:
         self._trainer, self._engines = trainer, engines
-        # Everything but `forward` is the trainer's own.
-        self.forward_backward, self.apply, self.publish = trainer.forward_backward, trainer.apply, trainer.publish
-        self.snapshot, self.save, self.load = trainer.snapshot, trainer.save, trainer.load
-        self.export, self.telemetry, self.close = trainer.export, trainer.telemetry, trainer.close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)  # everything but `forward` is the trainer's own
 
     async def forward(self, samples: list[Sample], policy: str = "policy") -> list[Array]:
         if policy != REFERENCE:

@@ -51,7 +51,7 @@ from tidemill.observability.timeline import IDLE, Beside, Timeline
 from tidemill.observability.trace import Trace
 
 RATE_S = 10.0
-ENGINE_S = 5.0  # deadline of an engine's telemetry
+ENGINE_S = 5.0  # deadline of the telemetry of an engine, or of the trainer
 MOST_REASONS = 100
 TAILS = frozenset({"encoded_alone", "text_differs"})  # of appended turns, see `models.turn_renderers`
 PROBED_ROWS = 4  # rows of a batch that each probe scores
@@ -138,7 +138,7 @@ class Monitor:
         self._dropped: list[Group] = []  # since the latest step
         self._sampled: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # when, tokens so far
         self._held_out: Metrics = {}  # of the latest evaluation, for the steps after it
-        self._versions: dict[int, list[Version]] = {}  # by step, versions that no step has reported yet
+        self._versions: dict[int, dict[str, Version]] = {}  # by step and policy, those that no step has reported yet
         self._last = time.monotonic()
         self._later: dict[str, list[Span]] = {}  # by process, its spans after `_last`
         self.loop, self.beside = Timeline(), Beside()  # spans of this process: its steps; rollouts and evaluations
@@ -189,7 +189,7 @@ class Monitor:
             self.totals.paused_s += change.seconds
 
     def published(self, version: Version) -> None:
-        self._versions.setdefault(version.step, []).append(version)
+        self._versions.setdefault(version.step, {})[version.policy] = version  # of the present incarnation
         self.totals.versions += 1
 
     def remember(self, results: Metrics) -> None:
@@ -231,7 +231,7 @@ class Monitor:
         self, step: int, groups: Sequence[Group], samples: Sequence[Sample], result: TrainResult, metrics: Metrics
     ) -> None:
         served = self._versions.pop(step)  # what engines served when it was trained; the next may be there already
-        gap, present = Mismatch(), lag_zero(groups, samples, *served)
+        gap, present = Mismatch(), lag_zero(groups, samples, *served.values())
         for sample, logprobs, matched in zip(samples, result.logprobs, present, strict=True):
             gap.add(sample.logprobs, logprobs, sample.mask, matched)
         self.totals.mismatch.merge(gap)
@@ -276,8 +276,9 @@ class Monitor:
         begin, now = self._last, time.monotonic()
         self._last = now
         loop, beside, rate = self.loop.take(), self.beside.take(), self._rate(now)
-        engines = (self._of(engine) for pool in self._pools for engine in pool.engines)
-        telemetry = [each for each in await asyncio.gather(self._trainer.telemetry(), *engines) if each is not None]
+        engines = (engine for pool in self._pools for engine in pool.engines)
+        told = await asyncio.gather(*map(self._of, (self._trainer, *engines)))
+        telemetry = [each for each in told if each is not None]
         lost = sum(map(self._collect, telemetry))
         pools = {each.process: [*self._later.get(each.process, ()), *each.spans] for each in telemetry}
         self._later |= {name: [span for span in spans if span.end > now] for name, spans in pools.items()}
@@ -292,13 +293,13 @@ class Monitor:
         return {"throughput/tokens_per_s": rate, "time/step_s": now - begin, **overall, **judged, **each}
 
     @staticmethod
-    async def _of(engine: Engine) -> Telemetry | None:
-        """An engine's telemetry, or None if it is lost or silent.
+    async def _of(process: Engine | Trainer) -> Telemetry | None:
+        """A process's telemetry, or None if it is lost or silent.
 
-        The supervisor deals with such an engine. Its spans since the last step come later, or never.
+        Others deal with such a process. Its spans since the last step come later, or never.
         """
         try:
-            return await asyncio.wait_for(engine.telemetry(), ENGINE_S)
+            return await asyncio.wait_for(process.telemetry(), ENGINE_S)
         except (PeerLost, TimeoutError):
             return None
 

@@ -90,7 +90,7 @@ class StartFailed(TidemillError, RuntimeError):
 
 
 class PeerLost(TidemillError, ConnectionError):
-    """The process behind a proxy is gone. The engine pool asks another engine; a lost trainer ends the attempt."""
+    """The process behind a proxy is gone. The engine pool asks another engine; the controller waits for a new trainer."""
 
 
 class PeerDied(PeerLost):

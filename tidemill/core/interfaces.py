@@ -249,6 +249,13 @@ class Publisher(Protocol):
         """Returns, with its fingerprint, the version that every engine now serves."""
         ...
 
+    def withdraw(self) -> Version | None:
+        """The trainer is lost, and what it published cannot be read any more: engines that start wait for the next version.
+
+        Returns the version published last, which some or all engines serve.
+        """
+        ...
+
 
 class Ledger(Protocol):
     """The durable record of a run (I3). Each call is on disk when it returns."""
@@ -261,6 +268,10 @@ class Ledger(Protocol):
     def drop(self, group_id: int, reason: str) -> None: ...
     def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int], again: Sequence[int] = ()) -> None:
         """Record a step's groups before any weight changes. again: trained by earlier steps already."""
+        ...
+
+    def replay_step(self, step: int, incarnation: int) -> tuple[list[int], list[int]]:
+        """Record that a step which was begun is trained again; returns its groups, and those it trains once more."""
         ...
 
     def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None: ...

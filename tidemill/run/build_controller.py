@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from tidemill.algorithms.mixture import algorithm_of
@@ -32,6 +33,7 @@ from tidemill.run.storage.checkpoint_manifest import Position
 from tidemill.run.storage.checkpoints import Checkpoints
 from tidemill.run.storage.model_folder import ModelFolder
 from tidemill.run.task_source import Experience, curriculum_of, giving, remembered
+from tidemill.run.trainer_restart import TrainerRestart
 
 if TYPE_CHECKING:
     from tidemill.run.session import Session
@@ -76,6 +78,11 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
         if known := ledger.evaluations():
             session.monitor.remember(known[-1].metrics)
     recorded = Recorded(ledger, roller) if exact else None
+    restart = TrainerRestart(
+        *(cluster.process, cluster.trainer, ledger, checkpoints, algorithm, point, exact is not None),
+        partial(session.begin_again, "the trainer"),
+        session.note,
+    )
     if session.curriculum is None:  # from here on it is told of everything
         session.curriculum = remembered(curriculum_of(config, session.environment), ledger)
     session.monitor.attach(cluster.trainer, cluster.pools, session.curriculum.figures)
@@ -89,7 +96,7 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
         cast(Ledger, recorded or ledger),
         algorithm,
         session.monitor,
-        _hooks(session, cluster, checkpoints, evaluate, point),
+        _hooks(session, cluster, checkpoints, evaluate, point, restart),
         gate=_gate(session),
         restored=point.left,
         versions=point.versions,
@@ -202,7 +209,14 @@ def _made_up(
     return reached
 
 
-def _hooks(session: Session, cluster: Cluster, checkpoints: Checkpoints, evaluate: Evaluation, point: ResumePoint) -> Hooks:
+def _hooks(
+    session: Session,
+    cluster: Cluster,
+    checkpoints: Checkpoints,
+    evaluate: Evaluation,
+    point: ResumePoint,
+    restart: TrainerRestart,
+) -> Hooks:
     async def checkpoint(step: int, next_id: int) -> Coroutine[Any, Any, None]:
         return await checkpoints.begin(cluster.trainer, Position(step, point.incarnation, next_id))
 
@@ -212,7 +226,8 @@ def _hooks(session: Session, cluster: Cluster, checkpoints: Checkpoints, evaluat
         if all(can.score for can in cluster.capabilities):
             agreement.check_probe(version, await session.monitor.probe(version, samples, logprobs, cluster.pool))
 
-    return Hooks(evaluate, checkpoint, agreement, probe)
+    again = restart if session.config.supervise.resume else None
+    return Hooks(evaluate, checkpoint, agreement, probe, cluster.process.ends, again)
 
 
 @asynccontextmanager

@@ -8,26 +8,24 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from tidemill.controller.controller import first_cause
 from tidemill.controller.device_turns import DeviceTurns
 from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.engine_supervisor import Supervisor
+from tidemill.controller.first_cause import first_cause, trainer_loss
 from tidemill.controller.reference_pool import WithServedReference
-from tidemill.core.errors import PeerDied, PolicyMismatch
 from tidemill.core.interfaces import Capabilities, Engine, Trainer
 from tidemill.core.token_extras import TokenExtra
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.run.capability_check import adapted, check_context, check_engine
 from tidemill.run.planner.plan import RunPlan
+from tidemill.run.replaceable_trainer import ReplaceableTrainer
 from tidemill.run.roles import ENGINE_DEADLINES, REFERENCE_DEADLINES, budget_of, start_role, start_trainer
 from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime.cpu_sharing import CoreBoard, CoreShare, core_board
 from tidemill.runtime.placement import Handle, Placement, Resources, members_of
 from tidemill.trainer.trainer_kinds import TrainerSpec, folder_of
-
-GRACE_S = 1.0  # for the report of a process's end to arrive
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +33,10 @@ class Cluster:
     """The trainer and the engine pools of a run, with their supervisors."""
 
     trainer: Trainer
+    process: ReplaceableTrainer  # the trainer's
     pools: list[EnginePool]  # the rollouts' pool, then a served reference's
     supervisors: list[Supervisor]  # one for each pool
     turns: DeviceTurns  # of trainer and rollout engines on one device; a reference's engines serve the trainer
-    trainer_handle: Handle[Trainer]
     handles: Callable[[], list[Handle[Any]]]  # the present processes: the trainer's, then the engines'
 
     @property
@@ -60,28 +58,24 @@ class Cluster:
         await self.supervisors[0].remove(name, hand_over=hand_over)
 
     @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Restart engines that end while the body runs. It ends when one cannot be restarted, or the trainer ends."""
+    async def watched(self, trainer: bool = False) -> AsyncIterator[None]:
+        """Restart engines that end while the body runs. It ends when one cannot be restarted.
+
+        trainer: it also ends when the trainer does, which the body need not notice.
+        """
         try:
             async with asyncio.TaskGroup() as group:
-                works = [*(each.run() for each in self.supervisors), self._trainer_ends()]
+                works = [*(each.run() for each in self.supervisors), *([self.process.ends()] if trainer else [])]
                 watching = [group.create_task(work) for work in works]
                 yield
                 for each in watching:
                     each.cancel()
         except BaseExceptionGroup as failures:
-            cause = first_cause(failures)
-            if isinstance(cause, PolicyMismatch):  # perhaps because the trainer ended
-                ending = asyncio.ensure_future(self._trainer_ends())
-                await asyncio.wait({ending}, timeout=GRACE_S)
-                if ending.done():
-                    cause = ending.exception() or cause
-                ending.cancel()
+            try:
+                cause = await trainer_loss(failures, self.process.ends)
+            except BaseExceptionGroup:
+                cause = first_cause(failures)
             raise cause from failures
-
-    async def _trainer_ends(self) -> None:
-        handle = self.trainer_handle
-        raise PeerDied(handle.name, await handle.wait())  # bounded: it watches, for as long as the run goes on
 
 
 def trainer_specs(plan: RunPlan, model: Path, folder: RunFolder, board: CoreBoard) -> list[TrainerSpec]:
@@ -214,13 +208,14 @@ async def start_cluster(
             budget = partial(budget_of, config.supervise)
             supervisors.append(Supervisor(pools[role], role, handles, start, member, budget, on_event))
         starter.context = min(pool.context for pool in pools.values())
-        handle = learning.result()
-        trainer: Trainer = handle.proxy
+        process = ReplaceableTrainer(learning.result(), partial(starter.trainer, learners))
+        trainer = cast(Trainer, process)
         if "reference" in pools:
-            trainer = WithServedReference(trainer, pools["reference"])
+            trainer = cast(Trainer, WithServedReference(trainer, pools["reference"]))
         yield Cluster(
-            *(trainer, list(pools.values()), supervisors, DeviceTurns(pools["engine"] if plan.takes_turns else None)),
-            *(handle, lambda: [*members_of(handle), *(h for each in supervisors for h in each.handles.values())]),
+            *(trainer, process, list(pools.values()), supervisors),
+            DeviceTurns(pools["engine"] if plan.takes_turns else None),
+            lambda: [*members_of(process.handle), *(h for each in supervisors for h in each.handles.values())],
         )
 
 

@@ -109,7 +109,7 @@ class RecordSettings(LogSettings):
 class SuperviseSettings(Config):
     """Supervision of processes, and restarts when one ends."""
 
-    resume: bool = Field(default=False, description="Resume the run by itself when the trainer has ended")
+    resume: bool = Field(default=False, description="Start a lost trainer again by itself, while engines go on")
     restarts: int = Field(default=5, ge=0, description="Most restarts of one engine, or resumes, within window_s")
     window_s: float = Field(default=600.0, gt=0, description="Seconds within which restarts are counted")
     backoff_s: float = Field(default=1.0, ge=0, description="Seconds before a restart, doubled after each that did not last")

@@ -7,7 +7,7 @@ cannot be read, steps are undone in the ledger, because no weights hold them, an
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tidemill.controller.train_step import train_on
@@ -56,9 +56,7 @@ async def take_up(
     if first < begun:
         incarnation += 1  # a replay need not be bit-identical, so its versions are others
         note(f"training {begun - first} recorded steps again (from step {first}); nothing is sampled for them")
-        for step in range(first, begun):
-            await reached(Version(step, incarnation))
-            await _train_again(step, incarnation, ledger, trainer, algorithm)
+        await train_again(range(first, begun), incarnation, ledger, trainer, algorithm, reached)
     known = {version.key: version for version in ledger.versions()}
     return ResumePoint(begun, incarnation, ledger.next_group_id(), _left(ledger, known), known, saved=first)
 
@@ -78,11 +76,21 @@ async def load_newest(ledger: SqliteLedger, checkpoints: Checkpoints, trainer: T
     return position
 
 
-async def _train_again(step: int, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:
-    lost = ledger.unreadable(ledger.trained_again(step))  # their gradients were applied when they were trained first
-    fresh, again = ([ledger.load(group_id) for group_id in ids] for ids in ledger.replay_step(step, incarnation, lost))
-    prepared, _, metrics = await train_on(trainer, algorithm, fresh, again, step)
-    ledger.end_step(step, incarnation, prepared.metrics | metrics)
+async def train_again(
+    steps: Iterable[int],
+    incarnation: int,
+    ledger: SqliteLedger,
+    trainer: Trainer,
+    algorithm: Algorithm,
+    reached: Callable[[Version], Awaitable[None]],
+) -> None:
+    """Train recorded steps once more, as this incarnation. `reached` is awaited with the version before each step."""
+    for step in steps:
+        await reached(Version(step, incarnation))
+        lost = ledger.unreadable(ledger.trained_again(step))  # their gradients were applied when they were trained first
+        fresh, again = ([ledger.load(group_id) for group_id in ids] for ids in ledger.replay_step(step, incarnation, lost))
+        prepared, _, metrics = await train_on(trainer, algorithm, fresh, again, step)
+        ledger.end_step(step, incarnation, prepared.metrics | metrics)
 
 
 def _undo_unreadable(ledger: SqliteLedger, first: int, begun: int, note: Callable[[str], None]) -> int:

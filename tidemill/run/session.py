@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tidemill.controller.controller import first_cause
+from tidemill.controller.first_cause import first_cause
 from tidemill.controller.run_monitor import Monitor
 from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError, PeerLost, RunFolderGone
@@ -218,10 +218,14 @@ class Session:
         task = asyncio.current_task()
         if not self.config.supervise.resume or (task and task.cancelling()):  # the group hides a cancellation
             raise lost
+        await self.begin_again("all processes", lost)
+
+    async def begin_again(self, what: str, lost: Exception) -> None:
+        """Record that `what` starts again, and wait as the restart budget says. Raises RunFailed when it is spent."""
         cause = str(lost).partition("\n")[0]
-        self.ledger.event("run_resumed", {"cause": cause})
+        self.ledger.event("run_resumed", {"cause": cause, "restarted": what})
         pause = self._budget.spend(cause)
-        self.note(f"{cause}; going on by itself" + (f" in {pause:g} s" if pause else ""))
+        self.note(f"{cause}; going on by itself with {what} started again" + (f" in {pause:g} s" if pause else ""))
         await asyncio.sleep(pause)
 
     def record_event(self, kind: str, detail: dict[str, Any]) -> None:

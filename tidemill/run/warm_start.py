@@ -97,7 +97,7 @@ async def _warm_up(session: Session, own: Path, made: Path) -> WarmedUp:
     async with start_cluster(
         plan, model.path, session.folder, session.placement, lambda kind, about: note(f"{kind}: {about}")
     ) as cluster:
-        async with cluster.watched():
+        async with cluster.watched(trainer=True):
             checkpoints = Checkpoints(own, None, note)
 
             async def save(step: int) -> Coroutine[Any, Any, None]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tidemill.core import fault_injection
 from tidemill.core.errors import PolicyMismatch
@@ -81,8 +81,9 @@ class WeightUpdater:
             work = self._staging.stage(update, self.weights)
             staged = await self._beside_steps("stage", work, step=step, bytes=update.bytes)
             await self.between_steps(partial(self._swap, staged))
+            proof = self._staging.prove(self.weights, update.version)
             try:
-                await self._beside_steps("prove", self._staging.prove(self.weights, update.version), step=step)
+                await _to_the_end(self._beside_steps("prove", proof, step=step))  # also when nobody waits for it any more
             except PolicyMismatch as error:
                 fail(error)
                 raise
@@ -192,6 +193,17 @@ class WeightUpdater:
         """True if a sequence has begun under this salt and has sampled nothing yet."""
         begun = sequence.slot >= 0 and not sequence.released and sequence.salt == salt
         return begun and self._scheduler.length[sequence.slot] == len(sequence.prompt)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Do `work`. When cancelled, this ends it first, and raises what it raises."""
+    working = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(working)  # bounded: by the caller's deadline
+    except asyncio.CancelledError:
+        await asyncio.wait({working})  # bounded: it reads this engine's weights
+        working.result()
+        raise
 
 
 async def in_turns(work: Work[T], note: Callable[[float, float], None], check: Callable[[], None]) -> T:

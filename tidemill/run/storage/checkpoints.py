@@ -70,6 +70,7 @@ class Checkpoints:
         One at a time: call this only after the previous result has been awaited.
         """
         await trainer.snapshot()
+        self._stopped = threading.Event()  # the loss of a trainer may have stopped the writing before
         return self._write(trainer, position)
 
     async def newest(self) -> tuple[Path, Position] | None:

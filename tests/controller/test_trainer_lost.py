@@ -1,0 +1,361 @@
+"""A trainer that is lost at any moment, under virtual time: engines go on, and each sample is trained once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from virtual_time import run_virtually
+
+from tidemill.controller.admission_buffer import Buffer
+from tidemill.controller.controller import Controller, Hooks, Schedule
+from tidemill.controller.engine_pool import EnginePool, Member, PoolPublisher
+from tidemill.controller.engine_supervisor import Budget
+from tidemill.core.errors import LedgerError, PeerDied, PolicyMismatch, RunFailed
+from tidemill.core.interfaces import Capabilities, Trainer
+from tidemill.core.types import (
+    Finish,
+    Group,
+    PreparedStep,
+    Sample,
+    Score,
+    Task,
+    TrainResult,
+    Trajectory,
+    Update,
+    Version,
+)
+from tidemill.core.weight_update import WeightPart, WeightUpdate
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.run.replaceable_trainer import ReplaceableTrainer
+from tidemill.run.resume import ResumePoint
+from tidemill.run.storage.checkpoint_manifest import Position
+from tidemill.run.trainer_restart import TrainerRestart
+
+TOKENS = 8  # of an attempt
+SECONDS = {"forward_backward": 6, "apply": 1, "publish": 2, "snapshot": 1, "save": 9, "load": 3}
+
+
+@dataclass(eq=False)
+class Process:
+    """A trainer's process, and the weights in it: the groups of each step, and bits that follow from its own arithmetic."""
+
+    world: World
+    number: int
+    weights: tuple[tuple[int, ...], ...] = ()
+    bits: int = 0
+    gradient: list[int] = field(default_factory=list)
+    copied: tuple[Any, ...] = ()
+    name: str = "trainer"
+    ended: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def proxy(self) -> Process:
+        return self
+
+    def kill(self, why: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(why)
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self.ended)
+
+    async def stop(self, deadline: float = 10.0) -> str:
+        self.kill("was stopped")
+        return await self.ended
+
+    async def _work(self, name: str) -> None:
+        """Take the time of a call, and die at its beginning or in its middle if that was planned."""
+        world, seconds = self.world, SECONDS[name]
+        world.calls[name] += 1
+        dies = (name, world.calls[name]) in world.deaths
+        for share in (0.0, 0.5, 0.5):
+            if dies and (share or world.rng.random() < 0.3):
+                self.kill("died")
+            await asyncio.wait({self.ended}, timeout=seconds * share)
+            if self.ended.done():
+                raise PeerDied("trainer", self.ended.result())
+
+    async def forward_backward(self, samples: list[Sample], losses: object) -> TrainResult:
+        await self._work("forward_backward")
+        self.gradient += [sample.group for sample in samples]
+        return TrainResult({"tokens": 1.0}, [np.zeros(TOKENS, np.float32) for _ in samples])
+
+    async def apply(self, scale: float) -> dict[str, float]:
+        assert self.number not in {engine.reads for engine in self.world.engines}, "weights change under a reader"
+        await self._work("apply")
+        self.weights, self.gradient = (*self.weights, tuple(self.gradient)), []
+        self.bits = hash((self.bits, self.weights[-1], self.world.rounding * self.number))
+        return {}
+
+    async def publish(self, version: Version) -> WeightUpdate:
+        assert version.step == len(self.weights), "other weights than these"
+        await self._work("publish")
+        named = replace(version, fingerprint=f"{self.bits:x}")
+        return WeightUpdate(named, (WeightPart("memory", str(self.number)),))
+
+    async def snapshot(self) -> None:
+        self.copied = len(self.weights), self.weights, self.bits
+        await self._work("snapshot")
+
+    async def save(self, folder: str) -> None:
+        await self._work("save")
+
+    async def load(self, folder: str) -> None:
+        await self._work("load")
+        _, self.weights, self.bits = self.world.disk[folder]
+
+
+@dataclass(eq=False)
+class Engine:
+    """Commits weights that it can read, and stamps tokens."""
+
+    world: World
+    version: Version = field(default_factory=lambda: Version(-1))
+    generated: int = 0
+    reads: int | None = None  # the process whose weights it reads
+
+    async def update(self, update: WeightUpdate) -> Version:
+        world, self.reads = self.world, int(update.parts[0].location)
+        try:
+            await asyncio.sleep(world.rng.uniform(0, 3))
+            if world.processes[self.reads].ended.done():
+                raise PolicyMismatch("the weights are gone")
+            await asyncio.sleep(world.rng.uniform(0, 3))  # they are open: it reads on, whether the trainer lives or not
+        finally:
+            self.reads = None
+        assert self.version.step <= update.version.step and self.version.key <= update.version.key, "it steps back"
+        self.version = update.version
+        return self.version
+
+
+@dataclass(eq=False)
+class World:
+    """A run whose trainer is lost, as `deaths` and `times` say: (call, how manieth), seconds."""
+
+    seed: int = 0
+    steps: int = 6
+    batch: int = 3
+    max_lag: int = 1
+    stream: int = 0
+    exact: bool = False
+    rounding: int = 1  # a process's arithmetic is its own; 0: all come to the same bits
+    every: int = 3  # steps between checkpoints, and between evaluations
+    restarts: int = 20
+    deaths: tuple[tuple[str, int], ...] = ()
+    times: tuple[float, ...] = ()
+    calls: Counter[str] = field(default_factory=Counter)
+    processes: list[Process] = field(default_factory=list)
+    disk: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    lags: list[int] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    reported: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    asks, by_group = (), True
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.engines = [Engine(self), Engine(self)]
+
+    # roller
+    async def rollout(self, group_id: int, task: Task) -> Group:
+        rng, engine, stamps = random.Random(f"{self.seed} {group_id}"), self.engines[group_id % 2], list[Version]()
+        seconds = rng.uniform(1, 20)
+        for _ in range(TOKENS):
+            await asyncio.sleep(seconds / TOKENS)
+            stamps.append(engine.version)
+            engine.generated += 1
+        steps, zeros = np.array([v.step for v in stamps], np.int32), np.zeros(TOKENS, np.float32)
+        reward, sources = Score(float(rng.random() < 0.8)), tuple(dict.fromkeys(stamps))
+        mask = np.ones(TOKENS, bool)
+        return Group(group_id, task, [Trajectory(zeros.astype(np.int32), mask, zeros, steps, Finish.STOP, reward, sources)])
+
+    # algorithm
+    def drop_reason(self, group: Group) -> str | None:
+        return "zero-variance" if group.trajectories[0].reward == 0 else None
+
+    def rows(self, groups: list[Group], step: int) -> list[Sample]:
+        zeros, ones = np.zeros(TOKENS, np.float32), np.ones(TOKENS, np.float32)
+        rows = [(group.id, group.trajectories[0]) for group in groups]
+        return [Sample(t.tokens, t.mask, t.logprobs, t.versions, zeros, ones, group=group_id) for group_id, t in rows]
+
+    def prepare(self, groups: list[Group], step: int, rows: list[Sample], logprobs: object) -> PreparedStep:
+        self.lags += [step - (group.oldest or 0) for group in groups]
+        return PreparedStep(list(rows), {}, [Update(list(rows), 1.0)], {})
+
+    # observer
+    def rolled_out(self, group: Group, dropped: str | None) -> None: ...
+    def published(self, version: Version) -> None: ...
+    def evaluated_at(self, step: int, results: object) -> None: ...
+    def saving(self, step: int) -> None: ...
+
+    async def trained(self, step: int, *about: object) -> None:
+        await asyncio.sleep(2)
+        self.reported.append(step)
+
+    # a folder of checkpoints
+    async def newest(self) -> tuple[Path, Position] | None:
+        step = max((at for at, _, _ in self.disk.values()), default=0)
+        return (Path(f"step-{step}"), Position(step, 0, 0)) if step else None
+
+    async def start(self) -> Process:
+        await asyncio.sleep(2)
+        self.processes.append(Process(self, len(self.processes)))
+        return self.processes[-1]
+
+    async def run(self, folder: Path) -> SqliteLedger:
+        """To the end, which is checked."""
+        ledger = SqliteLedger(folder, durability="process")
+        pool = EnginePool([Member(f"engine-{i}", cast(Any, e), Capabilities(64)) for i, e in enumerate(self.engines)])
+        process = ReplaceableTrainer(cast(Any, await self.start()), cast(Any, self.start))
+        trainer, point, budget = cast(Trainer, process), ResumePoint(), Budget(self.restarts, 1e9, 0.0)
+
+        async def evaluate(version: Version) -> dict[str, float]:
+            assert version.incarnation == run.incarnation
+            for _ in range(5):
+                assert all(engine.version == version for engine in self.engines)
+                await asyncio.sleep(2)
+            self.evaluated.append(version.step)
+            return {}
+
+        async def checkpoint(step: int, next_id: int) -> Any:
+            await trainer.snapshot()
+
+            async def write() -> None:
+                copied = cast(Process, process.handle).copied
+                await trainer.save(f"step-{step}/trainer")
+                self.disk[f"step-{step}/trainer"] = copied
+
+            return write()
+
+        async def agree(version: Version, *about: object) -> None:
+            assert all(engine.version == version for engine in self.engines) and version.incarnation == run.incarnation
+
+        async def spend(cause: Exception) -> None:
+            await asyncio.sleep(budget.spend(str(cause)))
+
+        restart = TrainerRestart(
+            *(process, trainer, ledger, cast(Any, self), cast(Any, self), point, self.exact, spend, self.notes.append)
+        )
+        buffer = Buffer(batch=self.batch, max_lag=self.max_lag, total=self.steps * self.batch)
+        release, released = buffer.release, 0
+
+        async def only_when_served(count: int) -> None:
+            nonlocal released
+            released += count
+            assert released <= self.batch * min(engine.version.step for engine in self.engines), "its weights are not served"
+            await release(count)
+
+        buffer.release = only_when_served  # type: ignore[method-assign]
+        every = {"eval_every": self.every, "checkpoint_every": self.every}
+        run = Controller(
+            Schedule(self.steps, **every, deterministic=self.exact, stream=self.stream),
+            buffer,
+            lambda i: Task(f"t{i}", "?"),
+            self,
+            trainer,
+            PoolPublisher(trainer, pool),
+            cast(Any, ledger),
+            cast(Any, self),
+            cast(Any, Observing(self)),
+            Hooks(evaluate, checkpoint, agree, None, process.ends, restart),
+        )
+        for at in self.times:
+            asyncio.get_running_loop().call_later(at, lambda: process.handle.kill("died"))
+        try:
+            assert await run.run() == self.steps
+        except BaseException:
+            ledger.close()
+            raise
+        self.check(ledger)
+        return ledger
+
+    def check(self, ledger: SqliteLedger) -> None:
+        counts, last = ledger.counts(), self.processes[-1]
+        assert counts.conserved and counts.trained == self.steps * self.batch and counts.pending == 0
+        assert [list(groups) for groups in last.weights] == [ledger.groups_of(step) for step in range(self.steps)]
+        assert min(self.lags) >= 0 and max(self.lags) <= self.max_lag
+        sampled = sum(t.sampled for group_id in ledger.recorded() for t in ledger.load(group_id).trajectories)
+        assert sum(engine.generated for engine in self.engines) == sampled, "a token was sampled and is in no trajectory"
+        assert self.evaluated == [*range(0, self.steps, self.every), self.steps]
+        assert self.reported == list(range(self.steps)), "each step is told of, once"
+        assert {engine.version.step for engine in self.engines} == {self.steps}
+        assert max(step for step, _, _ in self.disk.values()) == self.steps
+        assert not self.exact or {version.incarnation for version in ledger.versions()} == {0}
+
+
+class Observing:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.evaluated = world.evaluated_at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, name)
+
+
+def lived(world: World) -> World:
+    with TemporaryDirectory() as folder:
+        run_virtually(world.run(Path(folder))).close()
+    return world
+
+
+PLACES = {
+    "the first publication": ("publish", 1),
+    "a gradient": ("forward_backward", 4),
+    "an update": ("apply", 4),
+    "a publication": ("publish", 5),
+    "a snapshot": ("snapshot", 1),
+    "a checkpoint's files": ("save", 1),
+    "the last update": ("apply", 6),
+    "the last publication": ("publish", 7),
+    "the last checkpoint": ("save", 2),
+}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_lost_in_a_call(place, exact):
+    world = lived(World(exact=exact, rounding=not exact, deaths=(PLACES[place],)))
+    assert len(world.processes) == 2
+    assert not exact or world.processes[-1].bits == undisturbed().bits
+
+
+def undisturbed(**given: Any) -> Process:
+    return lived(World(exact=True, rounding=0, **given)).processes[-1]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_lost_at_any_time(seed):
+    """While it waits for groups, while some engines have committed and others not, while it is being started again."""
+    rng = random.Random(seed)
+    exact = seed % 3 == 0
+    settings = {"seed": seed, "batch": rng.randint(2, 4), "max_lag": rng.randint(0, 2), "every": rng.choice([2, 3, 100])}
+    stream = 0 if exact else rng.choice([0, 1, 2 * TOKENS])
+    times = tuple(sorted([rng.uniform(0, 40), *(rng.uniform(0, 150) for _ in range(rng.choice([0, 1, 3, 7])))]))
+    world = lived(World(exact=exact, rounding=not exact, stream=stream, times=times, **settings))
+    assert len(world.processes) > 1
+    assert not exact or world.processes[-1].bits == undisturbed(**settings).bits
+
+
+def test_lost_twice_in_a_row_and_while_steps_are_trained_again():
+    world = lived(World(every=100, deaths=(("apply", 5), ("load", 1), ("forward_backward", 7), ("apply", 9))))
+    assert len(world.processes) > 3 and sum("recorded steps again" in note for note in world.notes) >= 2
+
+
+def test_a_spent_budget_ends_the_run_with_the_first_cause():
+    world = World(restarts=2, every=100, deaths=tuple(("forward_backward", n) for n in (4, 5, 6)))
+    with pytest.raises(RunFailed, match="trainer died; it was started again 2 times"):
+        lived(world)
+
+
+def test_a_deterministic_run_that_comes_to_other_weights_ends():
+    """Each process rounds in its own way: the first step that differs is named."""
+    with pytest.raises(LedgerError, match=r"policy@v4 .* was trained again, and is not policy@v4 "):
+        lived(World(exact=True, rounding=1, deaths=(("apply", 6),)))
