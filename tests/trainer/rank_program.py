@@ -73,7 +73,9 @@ def run(case, made):
     ranks.shard(policy, *modules)
     mine = [samples[i] for i in deal(samples, ranks.size)[ranks.rank]]
     how = {"checkpointing": case.get("checkpointing", False), "ranks": ranks}
-    found, result = gradients(mine, policy, budget=40, losses=losses, critic=critic, **how)
+    _, result = gradients(mine, policy, budget=40, losses=losses, critic=critic, **how)
+    ranks.reduce(parameters(policy, critic).values())
+    found = {name: p.grad for name, p in parameters(policy, critic).items()}
     named, worst, where, missed, size = parameters(policy, critic), 0.0, "", 0.0, 0.0
     for name, whole in expected.items():
         rows = local(found[name])

@@ -8,6 +8,7 @@ that is far off must not shorten the policy's step.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -35,6 +36,10 @@ class Critic:
     @cached_property
     def _optimizer(self) -> Optimizer:  # made when the model lies where it is trained
         return Optimizer(self.model.trained, self._settings, self._updates)
+
+    @property
+    def parameters(self) -> Collection[nn.Parameter]:
+        return self._optimizer.named.values()
 
     @property
     def modules(self) -> list[nn.Module]:

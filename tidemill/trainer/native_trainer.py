@@ -155,6 +155,7 @@ class NativeTrainer:
         """
 
         def run() -> Metrics:
+            self._ranks.reduce([*self._optimizer.named.values(), *(self._critic.parameters if self._critic else ())])
             if self._critic is not None:
                 self._critic.check(scale)
             self._applied = self._optimizer.apply(scale)

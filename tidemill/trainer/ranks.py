@@ -1,14 +1,14 @@
 """Ranks of a trainer: processes that share its weights, or its rows, and add up their gradients.
 
-    none    every rank holds all weights                     gradients are added up after the last micro-batch
-    zero2   a rank holds its rows of weights, gradients      weights are gathered for a call, gradients reduced after the
-            and moments                                      last micro-batch
-    zero3   the same                                         a layer is gathered for each pass, and reduced after it
-    hsdp    `replicas` groups of ranks, each as zero3        the groups' gradients are added up after the last micro-batch
+    none    every rank holds all weights                  gradients are added up before the optimizer's step
+    zero2   a rank holds its rows of weights, gradients   weights are gathered for a call, gradients reduced after its last
+            and moments                                   micro-batch
+    zero3   the same                                      a layer is gathered for each pass, and reduced after it
+    hsdp    `replicas` groups of ranks, each as zero3     the groups' gradients are added up before the optimizer's step
 
-PyTorch's `fully_shard` (FSDP2, 2304.11277) moves weights and gradients. Gradients are sums, never averages (I6). All ranks
-take part in the same collective operations in the same order: a rank with fewer micro-batches than the others runs idle
-passes, whose gradient is zero.
+PyTorch's `fully_shard` (FSDP2, 2304.11277) moves weights and gradients within a group. Gradients are sums, never averages
+(I6). All ranks take part in the same collective operations in the same order: a rank with fewer micro-batches than the
+others runs idle passes, whose gradient is zero.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tidemill.models.local_shards import local
 from tidemill.models.weight_slices import Slice
+from tidemill.trainer.replica_sums import add_up
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-WHOLE = ("none", "zero2")  # kinds of sharding that gather all weights at once, and reduce gradients once in a call
 COLLECTIVE_S = 3600.0  # limit of a collective operation; a rank that dies ends it at once
 
 
@@ -48,6 +49,9 @@ class Ranks:
         modules: that take part. gradient: whether each micro-batch runs backward, too.
         """
         yield parts
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Complete the gradients that passes have accumulated since the last update; before each update, once."""
 
     def own(self, blocks: Iterable[Slice]) -> Iterable[Slice]:
         """The blocks as this rank writes them for all, empty ones where others do: together, every element once."""
@@ -78,47 +82,51 @@ class ShardedRanks(Ranks):
         self.rank, self.size = rank, size
         self.replicas = {"none": size, "hsdp": replicas}.get(shard, 1)
         self.replica = rank // (size // self.replicas)
-        self._whole, self.keeps_copies = shard in WHOLE, shard in WHOLE
-        shape, names = (self.replicas, size // self.replicas), ("replicas", "shards")
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        self._mesh: DeviceMesh = mesh if self.replicas > 1 else mesh["shards"]
+        self._at_once = self.keeps_copies = shard not in ("zero3", "hsdp")
+        shape = (self.replicas, size // self.replicas)
+        self._mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "shards"))
 
     def shard(self, *modules: nn.Module) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        for module in modules:
+        mesh = self._mesh["shards"]
+        for module in modules if self.size > self.replicas else ():
             for layer in getattr(module, "layers", ()):
-                fully_shard(layer, mesh=self._mesh, reshard_after_forward=not self._whole)
+                fully_shard(layer, mesh=mesh, reshard_after_forward=not self._at_once)
             # The head is read after the last layer, so the rest of the weights stays gathered until the backward pass.
-            fully_shard(module, mesh=self._mesh, reshard_after_forward=False)
+            fully_shard(module, mesh=mesh, reshard_after_forward=False)
             for part in _sharded([module]):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # without it the factor above has no effect over gloo
 
     def rounds(self, parts: Sequence[T], idle: T, modules: Sequence[nn.Module], gradient: bool) -> Iterator[Sequence[T]]:
-        most = self._most(len(parts))
-        if not most:
-            return
         sharded = _sharded(modules)
-        mine = [*parts, *[idle] * (1 - len(parts) if self._whole else most - len(parts))]
-        for part in sharded if self._whole else ():
-            part.unshard()
-            part.set_reshard_after_backward(False)
+        if not sharded:  # nobody waits for another rank
+            yield parts
+            return
+        if not (most := self._most(len(parts))):
+            return
+        mine = [*parts, *[idle] * ((1 if self._at_once else most) - len(parts))]
         try:
-            self._reduce_later(sharded, True, gradient)
-            yield mine[:-1]
-            self._reduce_later(sharded, False, gradient)
-            yield mine[-1:]
+            if self._at_once:
+                for part in sharded:
+                    part.unshard()
+                    part.set_reshard_after_backward(False)
+                    part.set_requires_gradient_sync(False)
+                yield mine[:-1]
+                for part in sharded:
+                    part.set_requires_gradient_sync(gradient)
+                yield mine[-1:]
+            else:
+                yield mine
         finally:
             for part in sharded:
                 part.reshard()
 
-    def _reduce_later(self, sharded: list[Any], later: bool, gradient: bool) -> None:
-        for part in sharded if gradient else ():
-            if self._whole:
-                part.set_requires_gradient_sync(not later)
-            elif self.replicas > 1:
-                part.set_requires_all_reduce(not later)
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up the replicas' gradients."""
+        if self.replicas > 1:
+            add_up([_gradient(parameter) for parameter in parameters], self._mesh["replicas"].get_group())
 
     def own(self, blocks: Iterable[Slice]) -> Iterator[Slice]:
         for number, block in enumerate(blocks):
@@ -151,3 +159,10 @@ def _sharded(modules: Sequence[nn.Module]) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return list(dict.fromkeys(each for module in modules for each in module.modules() if isinstance(each, FSDPModule)))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's rows of a gradient; zeros where there was none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local(parameter.grad)
