@@ -889,4 +889,34 @@ FAULTS = [
         "fall_asleep(0)",
         "engine/native/test_sleep.py",
     ),
+    Fault(
+        "a number of engines that is the default is not kept",
+        'placement.engines if "engines" in placement.model_fields_set else None',
+        "placement.engines if placement.engines > 1 else None",
+        "run/planner/test_device_plan.py",
+    ),
+    Fault(
+        "an engine is started on the trainer's device",
+        "        resources = Resources(threads, self.devices.of(role, name))",
+        "        resources = Resources(threads, self.devices.trainer[0])",
+        "run/planner/test_device_plan.py",
+    ),
+    Fault(
+        "a device that is not there is accepted",
+        "    if max(found) >= visible:",
+        "    if max(found) > visible:",
+        "run/planner/test_device_plan.py",
+    ),
+    Fault(
+        "memory of engines on devices of their own adds up",
+        "            sum(p.devices.count(device) * h.bytes for p in found for h in p.held if not h.lazy),",
+        "            sum(p.count * h.bytes for p in found if device in p.devices for h in p.held if not h.lazy),",
+        "run/planner/test_device_plan.py",
+    ),
+    Fault(
+        "a placed role looks for its device by the number of another process",
+        'update=trainer | ({"device": "cuda"} if plan.trainer[0] else {})',
+        'update=trainer | ({"device": plan.trainer[0]} if plan.trainer[0] else {})',
+        "run/planner/test_device_plan.py",
+    ),
 ]

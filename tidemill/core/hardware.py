@@ -1,4 +1,4 @@
-"""Limits of this machine and container: cores, memory, open files, and whether there is a GPU."""
+"""Limits of this machine and container: cores, memory and open files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
-NVIDIA = Path("/dev/nvidiactl")  # there as soon as the driver is loaded
 OWN_GROUP = Path("/proc/self/cgroup")
 _CPU = ("cpu,cpuacct", "cpu", "cpuacct,cpu")  # the names that version 1 mounts its controller under
 
@@ -24,12 +23,6 @@ def usable_cores() -> int:
         for group in _groups("cpu", name):
             allowed = _within(allowed, _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us"))
     return allowed
-
-
-def has_cuda() -> bool:
-    """True if a CUDA device is visible to this process, by what the driver shows: torch need not be imported."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (visible is None or visible.strip() not in ("", "-1")) and NVIDIA.exists()
 
 
 def allow_files(needed: int) -> int:

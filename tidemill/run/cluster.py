@@ -145,8 +145,8 @@ class _Starter:
     started: list[Handle[Any]] = field(default_factory=list)
 
     async def trainer(self, specs: Sequence[TrainerSpec]) -> Handle[Trainer]:
-        each = Resources(self.plan.config.placement.trainer_threads)
-        handle = await start_trainer(self.placement, specs, [each] * len(specs))
+        threads = self.plan.config.placement.trainer_threads
+        handle = await start_trainer(self.placement, specs, [Resources(threads, each) for each in self.plan.devices.trainer])
         self.started.append(handle)  # at once: a sibling's failure must not leave it running
         return handle
 
@@ -154,7 +154,8 @@ class _Starter:
         threads = self.plan.config.placement.engine_threads
         spec = self.engines[role].model_copy(update={"name": name, "core_share": self.board.share(name, threads)})
         deadlines = REFERENCE_DEADLINES if role == "reference" else ENGINE_DEADLINES
-        handle = await start_role(self.placement, Engine, spec, Resources(threads), deadlines)
+        resources = Resources(threads, self.plan.devices.of(role, name))
+        handle = await start_role(self.placement, Engine, spec, resources, deadlines)
         self.started.append(handle)
         return handle
 

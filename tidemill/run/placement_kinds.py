@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tidemill.core.registry import KindSettings, Registry
 from tidemill.envs.environment_settings import EnvironmentWorkers
@@ -26,7 +26,12 @@ PLACEMENTS.register("inline", _SETTINGS, "tidemill.run.placement_kinds:inline")
 class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
     """Processes of a run, their threads, and the transport of weights, for any placement."""
 
-    engines: int = Field(default=1, ge=1, description="Rollout engines")
+    engines: int = Field(default=1, ge=1, description="Rollout engines. On several CUDA devices: see devices")
+    devices: Literal["auto"] | dict[Literal["trainer", "engines"], tuple[int, ...]] = Field(
+        default="auto",
+        description="CUDA devices of each role, by number among those visible: { trainer = [0], engines = [1, 2] }. auto: "
+        "as many as placement.engines and trainer.ranks say, and what these leave out as the split rule says",
+    )
     engine_threads: int = Field(
         default=1, ge=1, description="CPU threads of each engine. If there are more in all than cores, they share the cores"
     )
@@ -46,6 +51,26 @@ class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
     reference_engines: int = Field(default=0, ge=0, description="Engines that serve the reference. 0: the trainer holds it")
     sync: BaseSyncSettings = SyncSettings()
     environment: EnvironmentWorkers = EnvironmentWorkers()
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _lists(cls, given: Any) -> Any:
+        """Refuse in one sentence what is neither "auto" nor lists of different numbers."""
+        tables = given if isinstance(given, dict) else {"": ()}
+        lists = [each for each in tables.values() if isinstance(each, list | tuple)]
+        plain = all(type(n) is int and n >= 0 for each in lists for n in each)
+        if given != "auto" and not (tables.keys() <= {"trainer", "engines"} and len(lists) == len(tables) and plain):
+            raise ValueError(
+                f"{given!r} was given, and 'auto' or {{ trainer = [0], engines = [1, 2] }}, numbers of visible CUDA devices "
+                "from 0 on, was expected"
+            )
+        for role, numbers in tables.items() if given != "auto" else ():
+            if not numbers or len(set(numbers)) < len(numbers):
+                raise ValueError(
+                    f"{role} = {[*numbers]} names {'a device twice' if numbers else 'none'}: name one for each "
+                    f"{'engine' if role == 'engines' else 'rank of the trainer'}, or leave {role} out"
+                )
+        return given
 
     @model_validator(mode="after")
     def _check_share(self) -> Self:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 START_S = 300.0  # to import torch and read the weights
 ENGINE_DEADLINES: dict[str, float] = {"generate": 3600.0, "score": 600.0, "update": 600.0, "sleep": 3600.0, "wake": 600.0}
 REFERENCE_DEADLINES: dict[str, float] = {"score": 3600.0}  # a row waits for all those of its step
-PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("open_model", "check_memory", "extras"), START_S)
+PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("open_model", "place", "check_memory", "extras"), START_S)
 TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
     ("forward", "forward_backward", "apply", "publish", "snapshot", "save", "load", "export"), 3600.0
 )

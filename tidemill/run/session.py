@@ -35,6 +35,7 @@ from tidemill.observability.trace import Trace
 from tidemill.run.build_controller import build_controller, position, stop_on_signals
 from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.hub_names import fetched
+from tidemill.run.planner.device_plan import given_in
 from tidemill.run.planner.plan import plan_of
 from tidemill.run.preflight.start_checks import (
     audit_rewards,
@@ -171,7 +172,10 @@ class Session:
             with in_one_sentence():
                 of_class = await preparation.open_model(str(folder.path))
             self.model = ModelFolder.open(named_folder(config.model, folder.path, config.seed), of_class)
-            self.plan = plan_of(config, self.model.architecture)
+            with in_one_sentence():
+                devices = await preparation.place(str(self.model.path), given_in(config))
+            self.plan = plan_of(config, self.model.architecture, devices)
+            self.config = config = self.plan.config
             await describe(self, preparation)
         note_changed_code(config.env, ledger, self.note)
         if ledger.next_group_id() > 0:

@@ -93,7 +93,12 @@ async def warm_start(session: Session) -> WarmStart:
 
 async def _warm_up(session: Session, own: Path, made: Path) -> WarmedUp:
     """Warm up, from the newest checkpoint in `own`, and export the model to `made`."""
-    config, model, note, plan = session.config, session.model, session.note, warm_up_plan(session.config)
+    config, model, note, plan = (
+        session.config,
+        session.model,
+        session.note,
+        warm_up_plan(session.config, session.plan.devices),
+    )
     async with start_cluster(
         plan, model.path, session.folder, session.placement, lambda kind, about: note(f"{kind}: {about}")
     ) as cluster:

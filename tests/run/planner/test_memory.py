@@ -410,7 +410,7 @@ def test_what_a_trainer_on_a_device_keeps_outside_of_it():
         recipe("trainer.device=cuda", "engine.device=cpu"), memory_model.Models(arch)
     )
     here, also, *_ = memory_model.processes(recipe("trainer.device=cpu", "engine.device=cpu"), memory_model.Models(arch))
-    assert (there.device, host.device, engine.device) == ("cuda", "cpu", "cpu") and also == engine
+    assert (there.devices, host.devices, engine.devices) == (("cuda",), ("cpu",), ("cpu",)) and also == engine
     kept = {"copy while a checkpoint is written", "two versions on their way to engines"}
     assert {h.what for h in host.held} == kept | {"Python itself"}
     assert not {h.what for h in host.held} & {h.what for h in there.held}
@@ -431,12 +431,12 @@ def test_each_process_counts_for_itself(monkeypatch: pytest.MonkeyPatch):
     for kind, counts in (("local", [1, 3, 1, 5]), ("inline", [1, 5])):  # inline, only the controller and its workers are
         found = memory_model.processes(recipe(f"placement.kind={kind}", *given), memory_model.Models(arch))
         own = [
-            (p.count, p.device)
+            (p.count, {*p.devices})
             for p in found
             for h in p.held
             if h.what == "Python itself" and h.bytes == memory_model.PYTHON
         ]
-        assert own == [(count, "cpu") for count in counts]
+        assert own == [(count, {"cpu"}) for count in counts]
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system does not tell what is shared")

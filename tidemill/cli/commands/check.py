@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.text import Text
 
-from tidemill.cli.commands.plan_sections import figures, sections, show
+from tidemill.cli.commands.plan_sections import alike, figures, sections, show
 from tidemill.cli.commands.screen import print_json
 from tidemill.core.errors import ConfigError
 from tidemill.run.hub_names import fetched
+from tidemill.run.planner.device_plan import in_a_row
 from tidemill.run.planner.memory_model import ONE_MACHINE, in_words
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.storage.model_folder import expect_readable
@@ -38,7 +39,10 @@ def check(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
 def _show(config: RunConfig, found: Mapping[str, Any]) -> None:
     memory, parts = found["memory"], sections(config, found)
     if not memory["refused"]:
-        needed = [f"{in_words(each['needed'])} on {device}" for device, each in memory["devices"].items()]
+        needed = [
+            f"{in_words(each['needed'])} on {'each of ' if len(devices) > 1 else ''}{in_a_row(devices)}"
+            for devices, each in alike(memory["devices"])
+        ]
         said = f"yes: {' and '.join(needed)} {'has' if len(needed) == 1 else 'have'} to be free"
         if memory["refused_at_context"]:
             said += (

@@ -20,6 +20,8 @@ from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSettings, environments_of
 from tidemill.models.architecture import Architecture, parameters
+from tidemill.run.planner.device_plan import DevicePlan, given_in, in_a_row
+from tidemill.run.planner.device_rates import planned_devices
 from tidemill.run.planner.memory_model import Models, demands, in_words, processes, refusal, row_tokens, trainer_lanes
 from tidemill.run.planner.plan import RunPlan, plan_of
 from tidemill.run.recipe import RunConfig
@@ -43,7 +45,13 @@ def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
         if complete:
             expect_model(config.model)
         arch = architecture_of(config.model)
-        plan = plan_of(config, arch)
+        devices, misplaced = (None, "") if arch is None else _devices(config, arch)
+        if misplaced:
+            if complete:
+                raise ConfigError(misplaced)
+            config = _anywhere(config)
+        plan = plan_of(config, arch, devices)
+        config = plan.config
         memory = None if arch is None else _memory(plan, arch, complete)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -58,8 +66,23 @@ def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
         "samples": config.steps * step.sequences,
         "max_lag": config.max_lag,
         "slots": plan.slots,
+        "devices": {**asdict(plan.devices), "said": plan.devices.said(), "refused": misplaced},
         "memory": memory,
     }
+
+
+def _devices(config: RunConfig, arch: Architecture) -> tuple[DevicePlan | None, str]:
+    """The device plan on this machine, or None with the reason why there is none."""
+    try:
+        return planned_devices(config, given_in(config), Models.of(config, arch)), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def _anywhere(config: RunConfig) -> RunConfig:
+    """The recipe without the devices that it names."""
+    trainer, placement = config.trainer.model_copy(update={"device": "auto"}), config.placement
+    return config.model_copy(update={"trainer": trainer, "placement": placement.model_copy(update={"devices": "auto"})})
 
 
 def sections(config: RunConfig, found: Mapping[str, Any]) -> list[Section]:
@@ -109,11 +132,11 @@ def _processes(memory: Mapping[str, Any], width: int) -> Table:
 def _memory(plan: RunPlan, arch: Architecture, complete: bool) -> dict[str, Any]:
     """The memory estimate. complete: the folders of reference and critic must be there."""
     config = plan.config
-    models = Models.of(config, arch)
+    models, devices = Models.of(config, arch), plan.devices
     if complete or models.complete(config):
         check_companions(config.reference, config.critic, config.model)
-    free = free_memory(device_of(config.engine.device))
-    found, context = processes(config, models), row_tokens(config.engine, arch, free)
+    free = free_memory(plan.devices.engines[0] or device_of(config.engine.device))
+    found, context = processes(config, models, 0, devices), row_tokens(config.engine, arch, free)
     refused = refusal(found)
     return {
         "model": shown(config.model),
@@ -123,7 +146,8 @@ def _memory(plan: RunPlan, arch: Architecture, complete: bool) -> dict[str, Any]
         "refused": "" if refused is None else str(refused),
         "too_large": "" if refused is None else refused.too_large,
         "helps": [] if refused is None else [*refused.helps],
-        "refused_at_context": refusal(processes(config, models, context)) is not None,  # with the longest possible row
+        "refused_at_context": refusal(processes(config, models, context, devices))
+        is not None,  # with the longest possible row
         "without_reference": config.reference is not None and models.reference is None,
         "context_cut": plan.context_cut,
         "short_of_kv": isinstance(config.engine, EngineSettings) and kv_pages(config.engine, arch, free)[1],
@@ -192,10 +216,12 @@ def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     slots = f"({config.max_lag} + 1) × {about['step']['groups']:,}{window} = {about['slots']:,}"
     if config.offline:
         behind = "how many steps ahead tasks are read; nothing is sampled, so nothing is stale"
+    placed = about["devices"]["refused"] or about["devices"]["said"]
     return [
         ("steps", f"{about['steps']:,} of {about['step']['sequences']:,} attempts = {about['samples']:,}{more}"),
         ("max_lag", f"{config.max_lag}: {behind}"),
         ("slots", f"{slots} groups in flight or waiting"),
+        *([("devices", placed)] if placed else []),
     ]
 
 
@@ -209,11 +235,20 @@ def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Ro
         rows.append(("context", memory["context_cut"]))
     left = "the reference, whose folder is not here, and " if memory["without_reference"] else ""
     beside = f"beside it: {left}what processes share of Python and torch"
-    for device, demand in memory["devices"].items():
+    for devices, demand in alike(memory["devices"]):
         free = "what is free is not known here" if demand["free"] is None else f"of {in_words(demand['free'])} that are free"
-        where = "together" if len(memory["devices"]) == 1 else f"on {device}"
-        rows.append((where, f"{in_words(demand['total'])}, {free}{f'; {beside}' if device == 'cpu' else ''}"))
+        where = "together" if len(memory["devices"]) == 1 else f"on {in_a_row(devices)}"
+        each = " each" if len(devices) > 1 else ""
+        rows.append((where, f"{in_words(demand['total'])}{each}, {free}{f'; {beside}' if devices == ['cpu'] else ''}"))
     return rows
+
+
+def alike(devices: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Devices with equal demands together, with that demand and what is free on the fullest."""
+    found = dict[tuple[int, int], list[str]]()
+    for device, demand in devices.items():
+        found.setdefault((demand["needed"], demand["total"]), []).append(device)
+    return [(each, min((devices[device] for device in each), key=lambda d: d["free"] or 0)) for each in found.values()]
 
 
 def _n(count: int, noun: str) -> str:

@@ -21,7 +21,7 @@ def free_memory(device: str) -> int | None:
     """Free bytes on a device now; None if this machine lacks it."""
     if device == "cpu":
         return memory_bytes()[1]
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
 
 
 def give_back(device: torch.device) -> None:

@@ -23,6 +23,7 @@ from tidemill.models.kernels.cpu.bindings import BLOCK, STEP, Native
 from tidemill.models.kernels.library import native
 from tidemill.models.logprobs import chunk_rows
 from tidemill.models.trained_linear import MIXES, floats_are_quicker, pairs_are_ours, prepares_sizes
+from tidemill.run.planner.device_plan import DevicePlan, as_configured, resolved
 from tidemill.run.planner.plan import RunPlan, plan_of, warm_up_plan
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of
@@ -51,12 +52,15 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Processes of one kind on one device, with the memory of each."""
+    """Processes of one kind, with the memory of each."""
 
     name: str
-    count: int
-    device: str  # cpu, cuda
+    devices: tuple[str, ...]  # of each: cpu, cuda, cuda:N
     held: list[Held]
+
+    @property
+    def count(self) -> int:
+        return len(self.devices)
 
     @property
     def bytes(self) -> int:
@@ -82,42 +86,51 @@ class Models:
         return (self.reference is not None) is (config.reference is not None) and (self.critic is not None) is own_critic
 
 
-def processes(config: RunConfig, models: Models, longest: int = 0) -> list[Process]:
-    """The processes of a run, with their memory. longest: tokens of the longest row."""
-    placement, on, free = config.placement, config.engine.device, free_memory(device_of(config.engine.device))
-    own = placement.processes
+def processes(config: RunConfig, models: Models, longest: int = 0, devices: DevicePlan | None = None) -> list[Process]:
+    """The processes of a run, with their memory. longest: tokens of the longest row. devices: None: nothing is placed."""
+    devices = devices or as_configured(config)
+    config = resolved(config, devices)
+    placement, own = config.placement, config.placement.processes
+    learning, *sampling = (
+        [name or device_of(kind) for name in names]
+        for names, kind in (
+            (devices.trainer, config.trainer.device),
+            (devices.engines, config.engine.device),
+            (devices.reference, config.engine.device),
+        )
+    )
+    free = free_memory(sampling[0][0])
     held = trainer_memory(config, models.policy, models.reference, models.critic, longest)
-    found = _processes("trainer", 1, config.trainer.device, held, "" if own else None)
+    found = _processes("trainer", learning, held, "" if own else None)
     count, held = placement.engines, engine_memory(config.engine, models.policy, free)
-    found += _processes("engine", count, on, held, f"fewer placement.engines (now {count:,})" if own else None)
+    found += _processes("engine", sampling[0], held, f"fewer placement.engines (now {count:,})" if own else None)
     if models.reference is not None and (count := placement.reference_engines):
         held = engine_memory(config.engine, models.reference, free, updated=False)
         lever = f"fewer placement.reference_engines (now {count:,})"
-        found += _processes("reference engine", count, on, held, lever if own else None)
-    found += _processes("controller", 1, "cpu", [attempts_memory(config)], "")
+        found += _processes("reference engine", sampling[1], held, lever if own else None)
+    found += _processes("controller", ["cpu"], [attempts_memory(config)], "")
     if config.judged and (count := config.scoring.workers):
-        found += _processes("scorer", count, "cpu", [], f"fewer scoring.workers (now {count:,})")
+        found += _processes("scorer", ["cpu"] * count, [], f"fewer scoring.workers (now {count:,})")
     if count := placement.environment.workers:
-        found += _processes("environment", count, "cpu", [], f"fewer placement.environment.workers (now {count:,})")
+        found += _processes("environment", ["cpu"] * count, [], f"fewer placement.environment.workers (now {count:,})")
     return found
 
 
-def _processes(name: str, count: int, device: str, held: list[Held], lever: str | None) -> list[Process]:
-    """Equal processes; on a GPU, also the part of their memory that lies in the host's memory.
+def _processes(name: str, devices: Sequence[str], held: list[Held], lever: str | None) -> list[Process]:
+    """Equal processes; on GPUs, also the part of their memory that lies in the host's memory.
 
-    lever: advice to have fewer of them; None: they are not processes of their own.
+    devices: of each. lever: advice to have fewer of them; None: they are not processes of their own.
     """
-    device = device_of(device)
     held = held if lever is None else [*held, Held("Python itself", PYTHON, lever, host=True)]
-    if device == "cpu":
-        return [Process(name, count, device, held)]
-    host = Process(f"{name}'s host", count, "cpu", [h for h in held if h.host])
-    return [Process(name, count, device, [h for h in held if not h.host]), *([host] if host.held else [])]
+    if devices[0] == "cpu":
+        return [Process(name, (*devices,), held)]
+    host = Process(f"{name}'s host", ("cpu",) * len(devices), [h for h in held if h.host])
+    return [Process(name, (*devices,), [h for h in held if not h.host]), *([host] if host.held else [])]
 
 
-def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> None:
+def check_memory(config: RunConfig, policy: Architecture, longest: int = 0, devices: DevicePlan | None = None) -> None:
     """Raise ConfigError, with advice, if a run needs more than is free on a device."""
-    if why := refusal(processes(config, Models.of(config, policy), longest)):
+    if why := refusal(processes(config, Models.of(config, policy), longest, devices)):
         raise ConfigError(str(why))
 
 
@@ -133,11 +146,11 @@ class Demand:
 def demands(found: Sequence[Process]) -> dict[str, Demand]:
     return {
         device: Demand(
-            sum(p.count * h.bytes for p in found if p.device == device for h in p.held if not h.lazy),
-            sum(p.count * p.bytes for p in found if p.device == device),
+            sum(p.devices.count(device) * h.bytes for p in found for h in p.held if not h.lazy),
+            sum(p.devices.count(device) * p.bytes for p in found),
             free_memory(device),
         )
-        for device in dict.fromkeys(p.device for p in found)
+        for device in dict.fromkeys(device for p in found for device in p.devices)
     }
 
 
@@ -157,27 +170,27 @@ def refusal(found: Sequence[Process]) -> MemoryRefusal | None:
     """The first reason why these processes do not fit, or None."""
     for device, demand in demands(found).items():
         if demand.free is None:
-            names = " and ".join(p.name for p in found if p.device == device)
+            names = " and ".join(p.name for p in found if device in p.devices)
             return MemoryRefusal(
                 f"{names} on {device!r}: no such device is visible here; set trainer.device and engine.device to 'auto', "
                 "which takes what there is, or to 'cpu'"
             )
         if demand.needed <= demand.free:
             continue
-        parts = [(p, h) for p in found if p.device == device for h in p.held if not h.lazy]
-        parts.sort(key=lambda part: -part[0].count * part[1].bytes)
-        process, most = parts[0]
-        levers = [h.lever for _, h in parts if h.lever]
+        parts = [(p.devices.count(device), p, h) for p in found if device in p.devices for h in p.held if not h.lazy]
+        parts.sort(key=lambda part: -part[0] * part[2].bytes)
+        count, process, most = parts[0]
+        levers = [h.lever for _, _, h in parts if h.lever]
         return MemoryRefusal(
             f"this recipe needs {in_words(demand.needed)} of memory on {device}, and {in_words(demand.free)} is free; the "
-            f"most is {in_words(process.count * most.bytes)} of {_owner(process)}: {most.what}",
+            f"most is {in_words(count * most.bytes)} of {_owner(process, count)}: {most.what}",
             tuple([*dict.fromkeys(levers)][:3]),
         )
     return None
 
 
-def _owner(process: Process) -> str:
-    return f"the {process.name}" if process.count == 1 else f"{process.count:,} {process.name}s"
+def _owner(process: Process, count: int) -> str:
+    return f"the {process.name}" if count == 1 else f"{count:,} {process.name}s"
 
 
 def attempts_memory(config: RunConfig) -> Held:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from tidemill.algorithms.preferences import UNPAIRED
 from tidemill.controller.offline_groups import ROWS as HELD_OUT_ROWS
-from tidemill.core.hardware import has_cuda, usable_cores
+from tidemill.core.hardware import usable_cores
 from tidemill.models.architecture import Architecture
+from tidemill.run.planner.device_plan import DevicePlan, as_configured, resolved
 from tidemill.run.recipe import RunConfig
 
 RAMP_UPDATES = 20  # updates over which a warm-up's learning rate rises
@@ -33,18 +34,21 @@ class RunPlan:
     takes_turns: bool  # trainer and engines share a device, and each gives its memory back while the other computes
     context: int  # tokens that a sequence may hold, given enough memory; 0: the model is not known
     context_cut: str  # a sentence for the user if the recipe asks for a longer context than the model has
+    devices: DevicePlan  # of the processes; their numbers are those in `config`
     warm_up: bool = False  # of the warm-up: supervised, without reference and critic
 
 
-def plan_of(config: RunConfig, policy: Architecture | None = None) -> RunPlan:
-    """The plan of a recipe's run. policy: the model's architecture, if it is known."""
+def plan_of(config: RunConfig, policy: Architecture | None = None, devices: DevicePlan | None = None) -> RunPlan:
+    """The plan of a recipe's run. policy: the model's architecture, if it is known. devices: None: nothing is placed."""
+    devices = devices or as_configured(config)
+    config = resolved(config, devices)
     rollout, algorithms, placement = config.rollout, config.algorithms.values(), config.placement
     replayed = int(config.data.replay.share * rollout.groups)
     mismatched = any(each.preference in UNPAIRED for each in algorithms)
     step_rows = (rollout.groups + replayed) * rollout.group_size * (2 if mismatched else 1)
     shares = placement.processes and not (config.deterministic or config.engine.fixed_threads)
     dtypes = (config.trainer.dtype, config.trainer.serving_dtype, config.engine.dtype)
-    takes_turns = _takes_turns(config)
+    takes_turns = placement.share == "sleep" or (placement.share == "auto" and devices.shared)
     asked, has = config.engine.context or 0, 0 if policy is None else policy.context
     cut = f"engine.context = {asked:,}, but the model has {has:,} positions (max_position_embeddings): {has:,} are used"
     return RunPlan(
@@ -62,15 +66,16 @@ def plan_of(config: RunConfig, policy: Architecture | None = None) -> RunPlan:
         coarsest="bfloat16" if "bfloat16" in dtypes else "float32",
         shares_cores=shares,
         lanes=placement.trainer_threads if shares and config.trainer.ranks == 1 else 1,
-        streams=_streams(config) and not takes_turns,
+        streams=_streams(config, devices) and not takes_turns,
         takes_turns=takes_turns,
         context=0 if policy is None else config.engine.context_of(policy.context),
         context_cut=cut if policy is not None and asked > has else "",
+        devices=devices,
     )
 
 
-def warm_up_plan(config: RunConfig) -> RunPlan:
-    """The plan of a warm-up: one engine and the trainer take turns on all cores.
+def warm_up_plan(config: RunConfig, devices: DevicePlan | None = None) -> RunPlan:
+    """The plan of a warm-up: one engine and the trainer take turns on all cores. devices: of the run.
 
     A deterministic run keeps its numbers of threads, because they decide the bits of sums.
     """
@@ -84,30 +89,18 @@ def warm_up_plan(config: RunConfig) -> RunPlan:
         "placement": given.model_copy(update=together),
         "trainer": config.trainer.model_copy(update={key: value for key, value in constant.items() if key in known}),
     }
-    plan = plan_of(config.model_copy(update=changed))
+    if devices is not None:
+        devices = replace(devices, engines=devices.engines[:1], reference=())
+    plan = plan_of(config.model_copy(update=changed), devices=devices)
     return replace(plan, warm_up=True, saves_beside=config.record.checkpoint_every > 0)
 
 
-def _takes_turns(config: RunConfig) -> bool:
-    """True when trainer and engines take turns on one device."""
-    if config.placement.share != "auto":
-        return config.placement.share == "sleep"
-    found = "cuda" if has_cuda() else "cpu"
-    devices = _devices(config, found)
-    return len(devices) == 1 and "cpu" not in devices
-
-
-def _devices(config: RunConfig, auto: str = "auto") -> set[str]:
-    """The devices of trainer and engines, by one name each. auto: the device that is meant by "auto"."""
-    named = (auto if device == "auto" else device for device in (config.trainer.device, config.engine.device))
-    return {"cuda:0" if device == "cuda" else device for device in named}
-
-
-def _streams(config: RunConfig) -> bool:
+def _streams(config: RunConfig, placed: DevicePlan) -> bool:
     """True when a waiting trainer begins with the groups that have finished."""
     placement, asked = config.placement, config.placement.stream
     if config.deterministic or asked != "auto":
         return not config.deterministic and bool(asked)
-    devices = _devices(config)
+    devices = {"cuda:0" if device == "cuda" else device for device in (config.trainer.device, config.engine.device)}
+    apart = not placed.shared if placed.placed else len(devices) == 2 and "auto" not in devices
     threads = config.trainer.ranks * placement.trainer_threads + placement.engines * placement.engine_threads
-    return placement.processes and (threads <= usable_cores() or (len(devices) == 2 and "auto" not in devices))
+    return placement.processes and (threads <= usable_cores() or apart)

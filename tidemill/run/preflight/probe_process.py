@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tidemill.core.token_extras import TokenExtra
 from tidemill.models.architecture import Architecture
 from tidemill.models.tokenizer import class_name
+from tidemill.run.planner.device_plan import DevicePlan, Given
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import ModelFolder, check_companions, expect_readable, resolve_model
 
@@ -25,6 +26,7 @@ class Preparation:
     def __init__(self, config: RunConfig, offload: Offload) -> None:
         """Prepare a run of `config`. offload: calls blocking functions."""
         self._config, self._offload = config, offload
+        self._devices: DevicePlan | None = None
 
     async def open_model(self, beside: str) -> str | None:
         """Open or make the model, and check that its companions read the same tokens.
@@ -34,8 +36,13 @@ class Preparation:
         """
         return await self._offload(partial(self._open_model, Path(beside)))
 
+    async def place(self, model: str, given: Given) -> DevicePlan:
+        """The device plan of the run, see `device_plan.place`. model: the policy's folder. given: from the recipe itself."""
+        self._devices = await self._offload(partial(self._place, Path(model), given))
+        return self._devices
+
     async def check_memory(self, model: str, longest: int) -> None:
-        """Check the run's memory: see `memory_model.check_memory`. model: the policy's folder."""
+        """Check the run's memory, after `place`: see `memory_model.check_memory`. model: the policy's folder."""
         await self._offload(partial(self._check_memory, Path(model), longest))
 
     async def extras(self) -> list[TokenExtra]:
@@ -49,10 +56,16 @@ class Preparation:
         folder = resolve_model(config.model, beside, config.seed)
         return class_name(ModelFolder.open(folder).tokenizer)
 
+    def _place(self, model: Path, given: Given) -> DevicePlan:
+        from tidemill.run.planner.device_rates import planned_devices
+        from tidemill.run.planner.memory_model import Models
+
+        return planned_devices(self._config, given, Models.of(self._config, Architecture.from_folder(model)))
+
     def _check_memory(self, model: Path, longest: int) -> None:
         from tidemill.run.planner.memory_model import check_memory
 
-        check_memory(self._config, Architecture.from_folder(model), longest)
+        check_memory(self._config, Architecture.from_folder(model), longest, self._devices)
 
     def _extras(self) -> list[TokenExtra]:
         from tidemill.algorithms.losses import extras_of

@@ -85,6 +85,7 @@ async def describe(session: Session, preparation: Preparation) -> None:
             f"policy: {architecture.family}, {architecture.layers} layers of {architecture.hidden}, {shown(config.model)}",
             f"training: {algorithms}, {how}{config.rollout.group_size} = {plan.samples} samples",
             f"rows: {rows}",
+            *([f"devices: {plan.devices.said()}"] if plan.devices.why else []),
             *filter(None, [plan.context_cut]),
         ]
     )

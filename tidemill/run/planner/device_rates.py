@@ -1,0 +1,135 @@
+"""Estimated costs of trainer and engines on one device, and the device plan that follows on this machine.
+
+The split rule needs to know how the two costs compare. Speeds are those of this project's own trainer and engine on one H200
+(docs/performance.md), which the estimates meet to within a fifth. A reply counts as long as it may be. Prompts do not count:
+siblings share them, and tasks are not read for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from tidemill.engine.native.cache_size import SHARE_OF_FREE_MEMORY, free_memory, page_bytes
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.models.architecture import Architecture, matrices
+from tidemill.run.planner.device_plan import DevicePlan, Given, place
+from tidemill.run.planner.memory_model import ITEM, Models, engine_memory, trainer_memory
+from tidemill.run.planner.plan import plan_of
+from tidemill.run.planner.split import Role, Split, split
+from tidemill.run.recipe import RunConfig
+
+FLOPS: Mapping[str, float] = {"float32": 4e13, "bfloat16": 4e14}  # a second
+BYTES = 4e12  # that are read a second
+LAYER_S = 6e-5  # seconds that a layer takes to pass however little it computes
+FORWARD, TRAINED = 2, 6  # operations for each weight and token: of a forward pass, and with its backward pass
+
+
+def planned_devices(config: RunConfig, given: Given, models: Models) -> DevicePlan:
+    """The device plan of a run on this machine. Raises ConfigError as `place` does."""
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return place(config, given, visible, partial(_by_rule, config, models))
+
+
+def _by_rule(config: RunConfig, models: Models, devices: int, given: Given) -> tuple[int, int, str]:
+    memory = min(free_memory(f"cuda:{n}") or 0 for n in range(devices))
+    trainer, engine = trainer_role(config, models), engine_role(config, models.policy, memory)
+    sample = given.engines or (1 if config.offline else None)  # engines of offline replies only evaluate
+    found = split(
+        devices,
+        trainer,
+        engine,
+        memory=memory,
+        samples=plan_of(config).samples,
+        overlaps=config.max_lag > 0,
+        train=given.ranks,
+        sample=sample,
+    )
+    why = f"given = {config.offline!r} samples nothing" if config.offline else in_words(found, trainer, engine, memory)
+    return found.train, found.sample, why
+
+
+def work(arch: Architecture, tokens: int) -> float:
+    """Multiplications in a forward pass for each token of a row: by every weight, and by the keys and values before it."""
+    return sum(n * k for n, k in matrices(arch)) + arch.layers * arch.heads * arch.head_dim * tokens
+
+
+def trainer_role(config: RunConfig, models: Models) -> Role:
+    """The cost of training. A batch is what a rank computes at a time, in tokens."""
+    settings, algorithms, plan, reply = (
+        config.trainer,
+        config.algorithms.values(),
+        plan_of(config),
+        config.rollout.max_tokens,
+    )
+    once = work(models.policy, reply)
+    trained = TRAINED + (FORWARD if getattr(settings, "checkpointing", False) else 0)
+    operations = trained * max(each.updates.epochs for each in algorithms) * once
+    operations += FORWARD * once * any(each.recomputes for each in algorithms)
+    if models.reference is not None and not config.placement.reference_engines:
+        operations += FORWARD * work(models.reference, reply)
+    if config.critic is not None:
+        operations += (trained + FORWARD) * work(models.critic or models.policy, reply)
+    tokens = reply * plan.step_rows / plan.samples  # for each sample
+    least = 3 * models.policy.layers * LAYER_S  # seconds of a micro-batch, forward and backward
+    few, many = (_held(config, models, ranks) for ranks in (1, 2))
+    state = 2 * (few - many)  # what ranks divide among them
+    return Role(
+        lambda batch: tokens * (operations / FLOPS[settings.dtype] + least / batch),
+        most=settings.micro_batch_tokens,
+        under_way=reply * plan.step_rows,
+        device_bytes=few - state,
+        state_bytes=state,
+    )
+
+
+def _held(config: RunConfig, models: Models, ranks: int) -> int:
+    """Bytes on the device of one of so many ranks."""
+    if "ranks" in type(config.trainer).model_fields:
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": ranks})})
+    held = trainer_memory(config, models.policy, models.reference, models.critic)
+    return sum(each.bytes for each in held if not each.host)
+
+
+def engine_role(config: RunConfig, arch: Architecture, memory: int) -> Role:
+    """The cost of sampling. A batch is the sequences that an engine decodes at a time."""
+    settings, plan, reply = config.engine, plan_of(config), config.rollout.max_tokens
+    read = ITEM[settings.dtype] * sum(n * k for n, k in matrices(arch))  # bytes of weights, once a step of the engine
+    each = page_bytes(arch, 1, getattr(torch, settings.dtype))  # of KV, by token
+    flops, once = FLOPS[settings.dtype], work(arch, reply)
+
+    def seconds(batch: float) -> float:
+        return reply * (
+            max((read / batch + each * reply / 2) / BYTES, FORWARD * once / flops) + arch.layers * LAYER_S / batch
+        )
+
+    under_way = (plan.slots if config.max_lag else config.rollout.groups) * config.rollout.group_size
+    if not isinstance(settings, EngineSettings):
+        return Role(seconds, under_way=under_way)
+    own = sum(h.bytes for h in engine_memory(settings, arch, memory) if not h.host and not h.what.startswith("KV"))
+    if settings.kv_memory_mb is not None:
+        kv = settings.kv_memory_mb << 20
+        most = min(settings.max_sequences, kv / (each * reply))
+        return Role(seconds, most=most, under_way=under_way, device_bytes=own + kv)
+    kept = memory - SHARE_OF_FREE_MEMORY["cuda"] * max(0, memory - own)  # all that is no KV cache
+    return Role(seconds, settings.max_sequences, 0, under_way, batch_bytes=each * reply, device_bytes=max(own, kept))
+
+
+def in_words(found: Split, trainer: Role, engine: Role, memory: float) -> str:
+    """The reason for a split, for people."""
+    if not found.fits:
+        return "the trainer does not fit beside engines" if trainer.batch(found.train, memory) is None else "no engine fits"
+    turns = "" if found.overlaps else ", in turns as max_lag = 0"
+    said = [
+        f"theta* = {found.theta:.2f} of the devices would sample, as a step takes about {found.train_s:.3g} s to train on "
+        f"one and {found.sample_s:.3g} s to sample{turns}; {found.train} and {found.sample} take {found.step_s:.3g} s"
+    ]
+    least = trainer.fewest(found.train, memory)
+    if least is not None and least > 1:
+        said.append(f"the trainer's memory needs {least} of them")
+    holds, asked = engine.batch(found.sample, memory), engine.asked(found.sample)
+    if holds is not None and holds < 0.99 * asked:
+        said.append(f"an engine's memory holds {holds:.0f} of {asked:.0f} sequences")
+    return "; ".join(said)
