@@ -897,8 +897,8 @@ FAULTS = [
     ),
     Fault(
         "an engine is started on the trainer's device",
-        "        resources = Resources(threads, self.devices.of(role, name))",
-        "        resources = Resources(threads, self.devices.trainer[0])",
+        "        resources = Resources(threads, self.plan.devices.of(role, name))",
+        "        resources = Resources(threads, self.plan.devices.trainer[0])",
         "run/planner/test_device_plan.py",
     ),
     Fault(
@@ -915,8 +915,8 @@ FAULTS = [
     ),
     Fault(
         "a placed role looks for its device by the number of another process",
-        'update=trainer | ({"device": "cuda"} if plan.trainer[0] else {})',
-        'update=trainer | ({"device": plan.trainer[0]} if plan.trainer[0] else {})',
+        '({"device": "cuda"} if devices[0] else {} for',
+        '({"device": devices[0]} if devices[0] else {} for',
         "run/planner/test_device_plan.py",
     ),
 ]

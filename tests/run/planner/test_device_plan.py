@@ -26,11 +26,9 @@ from tidemill.run.preflight.probe_process import Preparation
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.storage.model_folder import resolve_model
 from tidemill.runtime.placement import Resources
-from tidemill.trainer.trainer_kinds import TrainerSettings
 
 GIB = 1 << 30
 BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
-RANKS = "ranks" in TrainerSettings.model_fields
 
 
 def recipe(*overrides: str) -> RunConfig:
@@ -232,7 +230,7 @@ def test_a_recipe_that_travelled_is_resolved_by_what_was_given():
         and given_in(recipe()).engines is None
         and given_in(recipe("placement=local")).engines is None
     )
-    assert given_in(recipe()).ranks == (None if RANKS else 1)
+    assert given_in(recipe()).ranks is None and given_in(recipe("trainer.ranks=1")).ranks == 1
     found = resolved(recipe("trainer.device=cuda:3"), DevicePlan(("cuda:3",), ("cuda:0", "cuda:1")))
     assert (found.trainer.device, found.engine.device, found.placement.engines) == ("cuda", "cuda", 2)
     cpu = recipe("trainer.device=cpu")
@@ -254,6 +252,12 @@ class Recording:
     async def start(self, protocol: type, role: str, name: str, spec: dict[str, Any], resources: Resources, _: Any) -> Any:
         self.started[name] = spec, resources
         return SimpleNamespace(name=name, proxy=self, stop=self.stop, kill=lambda why: None)
+
+    async def start_group(self, protocol: type, role: str, specs: dict, resources: list[Resources], _: Any) -> Any:
+        each = [
+            await self.start(protocol, role, name, specs[name], own, _) for name, own in zip(specs, resources, strict=True)
+        ]
+        return SimpleNamespace(handles=each, stop=self.stop, kill=lambda why: None)
 
     async def capabilities(self) -> Any:
         raise Started  # here CUDA would be needed
@@ -283,8 +287,7 @@ async def test_eight_devices_are_placed_as_the_rule_says(tmp_path: Path, monkeyp
     fake_devices(monkeypatch, 8)
     monkeypatch.setattr(device_rates, "_by_rule", lambda config, models, devices, given: three_and_the_rest(devices, given))
     started = await start(tmp_path)
-    trainers = ["trainer", *(["trainer-1", "trainer-2"] if RANKS else [])]
-    assert [*started] == [*trainers, *(f"engine-{n}" for n in range(8 - len(trainers)))]
+    assert [*started] == ["trainer", "trainer-1", "trainer-2", *(f"engine-{n}" for n in range(5))]
     assert [resources.device for _, resources in started.values()] == [f"cuda:{n}" for n in range(8)]
     assert {spec[role]["device"] for spec, _ in started.values() for role in ("trainer", "engine") if role in spec} == {
         "cuda"

@@ -77,40 +77,35 @@ def in_a_row(devices: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(devices[:-1]), devices[-1]]))
 
 
-def ranks_of(config: RunConfig) -> int:
-    return getattr(config.trainer, "ranks", 1)
-
-
 def given_in(config: RunConfig) -> Given:
     """The numbers whose keys the recipe has. Read them from the recipe itself: a copy that travelled has every key."""
     trainer, placement = config.trainer, config.placement
-    free = isinstance(trainer, TrainerSettings) and "ranks" in type(trainer).model_fields.keys() - trainer.model_fields_set
-    return Given(None if free else ranks_of(config), placement.engines if "engines" in placement.model_fields_set else None)
+    free = isinstance(trainer, TrainerSettings) and "ranks" not in trainer.model_fields_set  # others may have no ranks
+    return Given(None if free else trainer.ranks, placement.engines if "engines" in placement.model_fields_set else None)
 
 
 def as_configured(config: RunConfig) -> DevicePlan:
     """The plan where nothing is placed: each role goes where its settings say."""
     placement = config.placement
-    return DevicePlan(("",) * ranks_of(config), ("",) * placement.engines, ("",) * placement.reference_engines)
+    return DevicePlan(("",) * config.trainer.ranks, ("",) * placement.engines, ("",) * placement.reference_engines)
 
 
 def resolved(config: RunConfig, plan: DevicePlan) -> RunConfig:
     """The recipe with a plan's numbers; a role that is placed uses the one device that it sees."""
     if not plan.placed:
         return config
-    trainer = {"ranks": len(plan.trainer)} if "ranks" in type(config.trainer).model_fields else {}
-    engine = {"device": "cuda"} if plan.engines[0] else {}
+    training, sampling = ({"device": "cuda"} if devices[0] else {} for devices in (plan.trainer, plan.engines))
     changed = {
         "placement": config.placement.model_copy(update={"engines": len(plan.engines)}),
-        "trainer": config.trainer.model_copy(update=trainer | ({"device": "cuda"} if plan.trainer[0] else {})),
-        "engine": config.engine.model_copy(update=engine),
+        "trainer": config.trainer.model_copy(update={"ranks": len(plan.trainer), **training}),
+        "engine": config.engine.model_copy(update=sampling),
     }
     return config.model_copy(update=changed)
 
 
 def place(config: RunConfig, given: Given, visible: int, rule: Rule) -> DevicePlan:
     """The device plan for so many visible CUDA devices. Raises ConfigError for what does not go together."""
-    uses = [role for role in COUNTS if visible and CUDA.fullmatch(_device(config, role))]
+    uses: list[RoleName] = [role for role in COUNTS if visible and CUDA.fullmatch(_device(config, role))]
     if not config.placement.processes:
         if config.placement.devices != "auto":
             raise ConfigError(

@@ -87,8 +87,7 @@ def trainer_role(config: RunConfig, models: Models) -> Role:
 
 def _held(config: RunConfig, models: Models, ranks: int) -> int:
     """Bytes on the device of one of so many ranks."""
-    if "ranks" in type(config.trainer).model_fields:
-        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": ranks})})
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": ranks})})
     held = trainer_memory(config, models.policy, models.reference, models.critic)
     return sum(each.bytes for each in held if not each.host)
 
