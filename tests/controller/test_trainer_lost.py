@@ -16,9 +16,10 @@ from virtual_time import run_virtually
 
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.controller import Controller, Hooks, Schedule
+from tidemill.controller.device_turns import DeviceTurns
 from tidemill.controller.engine_pool import EnginePool, Member, PoolPublisher
 from tidemill.controller.engine_supervisor import Budget
-from tidemill.core.errors import LedgerError, PeerDied, PolicyMismatch, RunFailed
+from tidemill.core.errors import LedgerError, PeerDied, PeerLost, PolicyMismatch, RunFailed
 from tidemill.core.interfaces import Capabilities, Trainer
 from tidemill.core.types import (
     Finish,
@@ -89,7 +90,9 @@ class Process:
         return TrainResult({"tokens": 1.0}, [np.zeros(TOKENS, np.float32) for _ in samples])
 
     async def apply(self, scale: float) -> dict[str, float]:
-        assert self.number not in {engine.reads for engine in self.world.engines}, "weights change under a reader"
+        assert self.number not in {cast(Any, engine).reads for engine in self.world.pool.engines}, (
+            "weights change under a reader"
+        )
         await self._work("apply")
         self.weights, self.gradient = (*self.weights, tuple(self.gradient)), []
         self.bits = hash((self.bits, self.weights[-1], self.world.rounding * self.number))
@@ -118,22 +121,60 @@ class Engine:
     """Commits weights that it can read, and stamps tokens."""
 
     world: World
+    name: str
     version: Version = field(default_factory=lambda: Version(-1))
     generated: int = 0
     reads: int | None = None  # the process whose weights it reads
+    source: int = 0  # the process that it had its weights from
+    held: bool = True  # False: it gave its weights back
+    awake: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: bool = False
+
+    def expect_life(self) -> None:
+        if self.lost:
+            raise PeerLost(f"{self.name} died")
 
     async def update(self, update: WeightUpdate) -> Version:
-        world, self.reads = self.world, int(update.parts[0].location)
+        source = int(update.parts[0].location)
+        await self._read(source)
+        assert self.version.step <= update.version.step and self.version.key <= update.version.key, "it steps back"
+        self.version, self.source = update.version, source
+        return self.version
+
+    async def _read(self, source: int) -> None:
+        self.reads = source
         try:
-            await asyncio.sleep(world.rng.uniform(0, 3))
-            if world.processes[self.reads].ended.done():
+            await asyncio.sleep(self.world.rng.uniform(0, 3))
+            self.expect_life()
+            if self.world.processes[source].ended.done():
                 raise PolicyMismatch("the weights are gone")
-            await asyncio.sleep(world.rng.uniform(0, 3))  # they are open: it reads on, whether the trainer lives or not
+            await asyncio.sleep(self.world.rng.uniform(0, 3))  # they are open: it reads on, whether the trainer lives or not
+            self.expect_life()
+            self.held = True
         finally:
             self.reads = None
-        assert self.version.step <= update.version.step and self.version.key <= update.version.key, "it steps back"
-        self.version = update.version
-        return self.version
+
+    async def generate(self, seconds: float) -> list[Version]:
+        stamps = list[Version]()
+        for _ in range(TOKENS):
+            await asyncio.sleep(seconds / TOKENS)
+            await self.awake.wait()
+            self.expect_life()
+            assert self.held
+            stamps.append(self.version)
+            self.generated += 1
+        return stamps
+
+    async def sleep(self, weights: bool) -> None:
+        self.expect_life()
+        self.awake.clear()
+        self.held = not weights
+
+    async def wake(self) -> None:
+        self.expect_life()
+        if not self.held:
+            await self._read(self.source)
+        self.awake.set()
 
 
 @dataclass(eq=False)
@@ -151,6 +192,8 @@ class World:
     restarts: int = 20
     deaths: tuple[tuple[str, int], ...] = ()
     times: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()  # seconds at which an engine is lost
+    turns: bool = False  # trainer and engines share a device
     calls: Counter[str] = field(default_factory=Counter)
     processes: list[Process] = field(default_factory=list)
     disk: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -162,16 +205,38 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.engines = [Engine(self), Engine(self)]
+        self.engines = [self.engine(f"engine-{i}") for i in range(2)]
+        self.pool = EnginePool([self.member(engine) for engine in self.engines])
+        self.pool.supervised(lambda name, why: None)
+
+    def engine(self, name: str) -> Engine:
+        made = Engine(self, name)
+        made.awake.set()
+        return made
+
+    @staticmethod
+    def member(engine: Engine) -> Member:
+        return Member(engine.name, cast(Any, engine), Capabilities(64))
+
+    async def replace(self, at: float) -> None:
+        """Lose an engine, and have another one join under its name."""
+        await asyncio.sleep(at)
+        place = self.rng.randrange(2)
+        old = self.engines[place]
+        if cast(Any, old) not in self.pool.engines:  # it is joining
+            return
+        old.lost = True
+        old.awake.set()
+        self.pool.drop(old.name)
+        await asyncio.sleep(self.rng.uniform(0, 10))
+        self.engines[place] = new = self.engine(old.name)
+        await self.pool.join(self.member(new))
 
     # roller
     async def rollout(self, group_id: int, task: Task) -> Group:
-        rng, engine, stamps = random.Random(f"{self.seed} {group_id}"), self.engines[group_id % 2], list[Version]()
+        rng = random.Random(f"{self.seed} {group_id}")
         seconds = rng.uniform(1, 20)
-        for _ in range(TOKENS):
-            await asyncio.sleep(seconds / TOKENS)
-            stamps.append(engine.version)
-            engine.generated += 1
+        stamps = await self.pool.run(lambda route: cast(Any, route.generate(cast(Any, seconds))))
         steps, zeros = np.array([v.step for v in stamps], np.int32), np.zeros(TOKENS, np.float32)
         reward, sources = Score(float(rng.random() < 0.8)), tuple(dict.fromkeys(stamps))
         mask = np.ones(TOKENS, bool)
@@ -213,14 +278,13 @@ class World:
     async def run(self, folder: Path) -> SqliteLedger:
         """To the end, which is checked."""
         ledger = SqliteLedger(folder, durability="process")
-        pool = EnginePool([Member(f"engine-{i}", cast(Any, e), Capabilities(64)) for i, e in enumerate(self.engines)])
         process = ReplaceableTrainer(cast(Any, await self.start()), cast(Any, self.start))
         trainer, point, budget = cast(Trainer, process), ResumePoint(), Budget(self.restarts, 1e9, 0.0)
 
         async def evaluate(version: Version) -> dict[str, float]:
             assert version.incarnation == run.incarnation
             for _ in range(5):
-                assert all(engine.version == version for engine in self.engines)
+                assert all(cast(Any, engine).version == version for engine in self.pool.engines)
                 await asyncio.sleep(2)
             self.evaluated.append(version.step)
             return {}
@@ -236,13 +300,25 @@ class World:
             return write()
 
         async def agree(version: Version, *about: object) -> None:
-            assert all(engine.version == version for engine in self.engines) and version.incarnation == run.incarnation
+            assert version.incarnation == run.incarnation
+            assert all(cast(Any, engine).version == version for engine in self.pool.engines)
 
         async def spend(cause: Exception) -> None:
             await asyncio.sleep(budget.spend(str(cause)))
 
         restart = TrainerRestart(
-            *(process, trainer, ledger, cast(Any, self), cast(Any, self), point, self.exact, spend, self.notes.append)
+            *(
+                process,
+                trainer,
+                self.pool,
+                ledger,
+                cast(Any, self),
+                cast(Any, self),
+                point,
+                self.exact,
+                spend,
+                self.notes.append,
+            )
         )
         buffer = Buffer(batch=self.batch, max_lag=self.max_lag, total=self.steps * self.batch)
         release, released = buffer.release, 0
@@ -250,7 +326,8 @@ class World:
         async def only_when_served(count: int) -> None:
             nonlocal released
             released += count
-            assert released <= self.batch * min(engine.version.step for engine in self.engines), "its weights are not served"
+            served = [cast(Any, engine).version.step for engine in self.pool.engines]
+            assert released <= self.batch * min(served, default=self.steps), "its weights are not served"
             await release(count)
 
         buffer.release = only_when_served  # type: ignore[method-assign]
@@ -261,16 +338,22 @@ class World:
             lambda i: Task(f"t{i}", "?"),
             self,
             trainer,
-            PoolPublisher(trainer, pool),
+            PoolPublisher(trainer, self.pool),
             cast(Any, ledger),
             cast(Any, self),
             cast(Any, Observing(self)),
             Hooks(evaluate, checkpoint, agree, None, process.ends, restart),
+            turns=DeviceTurns(self.pool) if self.turns else DeviceTurns(),
         )
+        replacing = [asyncio.ensure_future(self.replace(at)) for at in self.losses]
         for at in self.times:
             asyncio.get_running_loop().call_later(at, lambda: process.handle.kill("died"))
         try:
             assert await run.run() == self.steps
+            for each in replacing:
+                each.cancel()
+            await asyncio.gather(*replacing, return_exceptions=True)
+            assert not [each for each in replacing if not each.cancelled() and each.exception()]
         except BaseException:
             ledger.close()
             raise
@@ -283,10 +366,11 @@ class World:
         assert [list(groups) for groups in last.weights] == [ledger.groups_of(step) for step in range(self.steps)]
         assert min(self.lags) >= 0 and max(self.lags) <= self.max_lag
         sampled = sum(t.sampled for group_id in ledger.recorded() for t in ledger.load(group_id).trajectories)
-        assert sum(engine.generated for engine in self.engines) == sampled, "a token was sampled and is in no trajectory"
+        if not self.losses:
+            assert sum(engine.generated for engine in self.engines) == sampled, "a token was sampled and is in no trajectory"
         assert self.evaluated == [*range(0, self.steps, self.every), self.steps]
         assert self.reported == list(range(self.steps)), "each step is told of, once"
-        assert {engine.version.step for engine in self.engines} == {self.steps}
+        assert {cast(Any, engine).version.step for engine in self.pool.engines} <= {self.steps}
         assert max(step for step, _, _ in self.disk.values()) == self.steps
         assert not self.exact or {version.incarnation for version in ledger.versions()} == {0}
 
@@ -339,7 +423,11 @@ def test_lost_at_any_time(seed):
     settings = {"seed": seed, "batch": rng.randint(2, 4), "max_lag": rng.randint(0, 2), "every": rng.choice([2, 3, 100])}
     stream = 0 if exact else rng.choice([0, 1, 2 * TOKENS])
     times = tuple(sorted([rng.uniform(0, 40), *(rng.uniform(0, 150) for _ in range(rng.choice([0, 1, 3, 7])))]))
-    world = lived(World(exact=exact, rounding=not exact, stream=stream, times=times, **settings))
+    losses = tuple(rng.uniform(0, 80) for _ in range(rng.choice([0, 0, 1, 3])))
+    settings["turns"] = rng.random() < 0.3
+    if settings["turns"]:
+        stream, losses = 0, ()
+    world = lived(World(exact=exact, rounding=not exact, stream=stream, times=times, losses=losses, **settings))
     assert len(world.processes) > 1
     assert not exact or world.processes[-1].bits == undisturbed(**settings).bits
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
+from tidemill.controller.first_cause import GRACE_S
 from tidemill.core.errors import EngineFailed, PeerLost, PolicyMismatch, RemoteError
 from tidemill.core.interfaces import Capabilities, Engine, Trainer
 from tidemill.core.types import Array, Completion, GenerateRequest, Scored, Version
@@ -130,6 +132,7 @@ class EnginePool:
     def withdraw(self) -> Version | None:
         """See `interfaces.Publisher`."""
         self._withdrawn = self._published is not None
+        self._tell()
         return self.in_force
 
     async def sleep(self) -> None:
@@ -152,6 +155,12 @@ class EnginePool:
         since = self._asleep_since
         return self._slept + (0.0 if since is None else asyncio.get_running_loop().time() - since)
 
+    def restore(self, update: WeightUpdate) -> None:
+        """Let members join with the version in force again: another trainer came to the same weights."""
+        assert update.version == self.in_force
+        self._published, self._withdrawn = update, False
+        self._tell()
+
     async def join(self, member: Member) -> None:
         """Bring a started engine to the version in force; from then on it serves.
 
@@ -161,12 +170,8 @@ class EnginePool:
             raise ValueError(f"{member.name} is in the pool already: a new member needs a name of its own")
         self._members[member.name] = member
         try:
-            await self._until(lambda: not self._withdrawn, "the trainer", "the next version")
-            async with self._committing:  # after a publication that is under way
-                if self._published is not None:
-                    await self._update(member, self._published)
-                if self._asleep_since is not None:
-                    await member.engine.sleep(self._published is not None)
+            while not await self._caught_up(member):
+                await self._until(lambda: not self._withdrawn, "the trainer", "the next version")
         except BaseException:
             self._remove(member, MemberState.LOST)
             raise
@@ -265,8 +270,31 @@ class EnginePool:
         except LOST as loss:
             self._lose(member, loss)
 
+    async def _caught_up(self, member: Member) -> bool:
+        """Bring a joining member to the version in force. False: its weights are gone, with the trainer."""
+        async with self._committing:  # after a publication that is under way
+            if self._withdrawn:
+                return False
+            if self._published is not None:
+                try:
+                    served = await member.engine.update(self._published)
+                except PolicyMismatch:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(GRACE_S):
+                            await self._until(lambda: self._withdrawn, "the trainer", "its end")
+                    if not self._withdrawn:
+                        raise
+                    return False
+                self._expect(member, served, self._published)
+            if self._asleep_since is not None:
+                await member.engine.sleep(self._published is not None)
+            return True
+
     async def _update(self, member: Member, published: WeightUpdate) -> None:
-        served = await member.engine.update(published)
+        self._expect(member, await member.engine.update(published), published)
+
+    @staticmethod
+    def _expect(member: Member, served: Version, published: WeightUpdate) -> None:
         if served != published.version:
             raise PolicyMismatch(
                 f"{member.name} serves {served} ({served.fingerprint}), published was {published.version} "

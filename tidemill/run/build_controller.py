@@ -79,7 +79,7 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
             session.monitor.remember(known[-1].metrics)
     recorded = Recorded(ledger, roller) if exact else None
     restart = TrainerRestart(
-        *(cluster.process, cluster.trainer, ledger, checkpoints, algorithm, point, exact is not None),
+        *(cluster.process, cluster.trainer, cluster.pool, ledger, checkpoints, algorithm, point, exact is not None),
         partial(session.begin_again, "the trainer"),
         session.note,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from tidemill.controller.engine_pool import EnginePool
 from tidemill.core.errors import LedgerError, PeerLost, StartFailed
 from tidemill.core.interfaces import Algorithm, Trainer
 from tidemill.core.types import Version
@@ -26,6 +27,7 @@ class TrainerRestart:
 
     process: ReplaceableTrainer
     trainer: Trainer  # that process, with a reference that engines serve
+    pool: EnginePool
     ledger: SqliteLedger
     checkpoints: Checkpoints
     algorithm: Algorithm
@@ -74,9 +76,11 @@ class TrainerRestart:
         known = {each.key: each for each in self.ledger.versions()} if self.exact else {}
         if (recorded := known.get(version.key)) is None:
             return
-        found = (await self.trainer.publish(version)).version
-        if found != recorded:
+        update = await self.trainer.publish(version)
+        if update.version != recorded:
             raise LedgerError(
-                f"{found.exact} was trained again, and is not {recorded.exact}: deterministic = true, and the trainer does "
-                "not repeat itself; are its machine, library versions and number of threads the same?"
+                f"{update.version.exact} was trained again, and is not {recorded.exact}: deterministic = true, and the "
+                "trainer does not repeat itself; are its machine, library versions and number of threads the same?"
             )
+        if recorded == self.pool.in_force:  # what it is to sample may need an engine that has just been started
+            self.pool.restore(update)
