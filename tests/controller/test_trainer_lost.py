@@ -307,18 +307,8 @@ class World:
             await asyncio.sleep(budget.spend(str(cause)))
 
         restart = TrainerRestart(
-            *(
-                process,
-                trainer,
-                self.pool,
-                ledger,
-                cast(Any, self),
-                cast(Any, self),
-                point,
-                self.exact,
-                spend,
-                self.notes.append,
-            )
+            *(process, trainer, self.pool, ledger, cast(Any, self), cast(Any, self)),
+            *(point, self.exact, spend, self.notes.append),
         )
         buffer = Buffer(batch=self.batch, max_lag=self.max_lag, total=self.steps * self.batch)
         release, released = buffer.release, 0
