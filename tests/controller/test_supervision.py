@@ -205,6 +205,38 @@ async def test_an_engine_that_serves_something_else_ends_the_run():
     assert wrong.state is MemberState.LOST and [m.name for m in pool.members] == ["a"]
 
 
+async def test_engines_never_step_back():
+    pool = EnginePool([member(FakeEngine("a"))])
+    await pool.publish(published(5))
+    with pytest.raises(PolicyMismatch, match=r"policy@v4\.1 would follow policy@v5: engines never step back"):
+        await pool.publish(WeightUpdate(Version(4, 1, fingerprint="g"), (WeightPart("memory", ""),)))
+    await pool.publish(again := WeightUpdate(Version(5, 1, fingerprint="g"), (WeightPart("memory", ""),)))
+    assert pool.engines[0].version == again.version
+
+
+async def test_while_the_trainer_is_away_nobody_joins_and_those_who_tried_join_with_the_next_version():
+    """One finds the weights gone before the loss of the trainer is known."""
+    pool, gone = EnginePool([member(FakeEngine("a"))]), asyncio.Event()
+    await pool.publish(published(5))
+
+    class Finds(FakeEngine):
+        async def update(self, new: WeightUpdate) -> Version:
+            if not gone.is_set():
+                gone.set()
+                raise PolicyMismatch("the weights are gone")
+            return await super().update(new)
+
+    first = asyncio.create_task(pool.join(member(Finds("b"))))
+    await gone.wait()
+    assert pool.withdraw() == Version(5, fingerprint="f5")
+    second = asyncio.create_task(pool.join(member(FakeEngine("c"))))
+    await asyncio.wait({first, second}, timeout=0.01)
+    assert [engine.name for engine in pool.engines] == ["a"] and pool.engines[0].version.step == 5
+    await pool.publish(published(6))
+    await asyncio.gather(first, second)
+    assert [engine.version.step for engine in pool.engines] == [6, 6, 6]
+
+
 async def test_a_spent_budget_ends_the_run_with_the_first_cause():
     place = Place(count=1, restarts=2, failing=9)
     running = asyncio.create_task(place.supervisor.run())

@@ -207,6 +207,33 @@ async def test_of_two_policies_each_ones_rows_are_probed_and_compared() -> None:
     assert told.lines[-1]["version"] == 0.0
 
 
+async def test_rows_of_an_earlier_incarnation_are_not_compared_as_those_of_the_present_weights() -> None:
+    """The trainer was lost, and another one has trained the steps again: its weights may differ in their last bits."""
+    tokens, ones, zero, stamps = np.zeros(2, np.int32), np.ones(2, bool), np.zeros(2, np.float32), np.zeros(2, np.int32)
+    old, new = Version(0, fingerprint="f"), Version(0, 1, fingerprint="g")
+    rows = [Trajectory(tokens, ones, zero, stamps, Finish.STOP, Score(1.0), (each,), i) for i, each in enumerate((old, new))]
+    samples = [Sample(tokens, ones, zero, stamps, zero, zero, group=0, attempt=i) for i in range(2)]
+    watched = Monitor(Fanout([Told()], print), ProgressDisplay(3, io.StringIO(), "quiet"), Trace(100))
+    watched.attach(Busy(), [])  # type: ignore[arg-type]
+    watched.published(old)
+    watched.published(new)
+    await watched.trained(0, [Group(0, Task("t", "p"), rows)], samples, TrainResult({"tokens": 4.0}, [zero, zero]), {})
+    assert watched.totals.mismatch.matched.tokens == 2 and watched.totals.mismatch.lagged.tokens == 2
+
+
+class Lost:
+    async def telemetry(self) -> Telemetry:
+        raise PeerLost("trainer died")
+
+
+async def test_a_step_is_told_of_also_when_its_trainer_is_lost_meanwhile() -> None:
+    watched, told = Monitor(Fanout([told := Told()], print), ProgressDisplay(3, io.StringIO(), "quiet"), Trace(100)), told
+    watched.attach(Lost(), [])  # type: ignore[arg-type]
+    watched.published(Version(0, fingerprint="f"))
+    await watched.trained(0, [], [], TrainResult({"tokens": 1.0}, []), {})
+    assert [line["step"] for line in told.lines] == [1.0]
+
+
 def test_rewards_are_told_for_each_environment_that_tasks_name() -> None:
     def group(env: str, reward: float) -> Group:
         mask = np.array([False, True])

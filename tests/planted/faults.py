@@ -73,6 +73,121 @@ FAULTS = [
         "            pass",
         "controller/test_streaming.py",
     ),
+    # a lost trainer
+    Fault(
+        "the groups of a step are lost with the trainer",
+        "        groups, begun = self._taken, Begun()",
+        "        groups, begun = list[Group](), Begun()",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "a step that a lost trainer had begun is begun again",
+        "        if self._again is not None:  #",
+        "        if step < 0 and self._again is not None:  #",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "slots are released once more after a loss",
+        "        self._owed = 0\n",
+        "",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "slots are released before the new trainer publishes",
+        "        served = self.publisher.withdraw()\n",
+        "        served = self.publisher.withdraw()\n        await self.buffer.release(self._owed)\n        self._owed = 0\n",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "tokens of a publication that was cut off are of no known version",
+        "        if served is not None and served.key not in self.versions:",
+        "        if served is None:",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "a report ends with the trainer",
+        "            await self._settled()\n        self._begin_report(tasks)",
+        "            await self._settled()\n        self._report = None",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "an evaluation is repeated after a loss",
+        " and due and self._evaluated < step:",
+        " and due:",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "a deterministic run publishes before the previous weights have sampled",
+        "        if self._owed:\n            await self._settled()\n",
+        "",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "the new trainer misses the last step done",
+        "            range(first, done), point",
+        "            range(first, max(first, done - 1)), point",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "steps that are trained again keep their incarnation",
+        "max(point.incarnation, self.ledger.incarnation()) + 1",
+        "max(point.incarnation, self.ledger.incarnation())",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "a repeated step may have other weights",
+        "        if update.version != recorded:",
+        "        if update.version.key != recorded.key:",
+        "controller/test_trainer_lost.py run/test_trainer_restart.py",
+    ),
+    Fault(
+        "an engine started while the trainer is away never gets a deterministic run's weights",
+        "            self.pool.restore(update)",
+        "            pass",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "an engine joins with weights that are gone",
+        "            if self._withdrawn:\n                return False\n            if self._published",
+        "            if self._published",
+        "controller/test_supervision.py controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "an engine that finds the weights gone ends the run",
+        "                    if not self._withdrawn:\n                        raise",
+        "                    raise",
+        "controller/test_supervision.py",
+    ),
+    Fault(
+        "engines step back",
+        "            if self.in_force is not None and published.version.step < self.in_force.step:",
+        "            if self.in_force is not None and published.version.key < self.in_force.key:",
+        "controller/test_supervision.py",
+    ),
+    Fault(
+        "weights are not verified when nobody waits for that",
+        "                await _to_the_end(self._beside_steps(",
+        "                await (self._beside_steps(",
+        "engine/native/test_engine_proof.py",
+    ),
+    Fault(
+        "after a loss no checkpoint is written any more",
+        "        self._stopped = threading.Event()  # the loss",
+        "        # the loss",
+        "run/storage/test_checkpoints.py",
+    ),
+    Fault(
+        "rows of an earlier incarnation count as those of the present weights",
+        "        self._versions.setdefault(version.step, {})[version.policy] = version",
+        "        self._versions.setdefault(version.step, {})[str(version)] = version",
+        "observability/test_monitor.py",
+    ),
+    Fault(
+        "a reference on engines asks the trainer that is gone",
+        "        return getattr(self.handle.proxy, name)",
+        "        return getattr(self.__dict__.setdefault('first', self.handle.proxy), name)",
+        "run/test_trainer_restart.py",
+    ),
     # algorithms
     Fault(
         "reward at the first token",
@@ -855,8 +970,8 @@ FAULTS = [
     ),
     Fault(
         "an engine that joins in the trainer's turn takes its memory",
-        "                if self._asleep_since is not None:\n                    await member",
-        "                if False:\n                    await member",
+        "            if self._asleep_since is not None:\n                await member",
+        "            if False:\n                await member",
         "controller/test_device_turns.py",
     ),
     Fault(

@@ -155,6 +155,29 @@ async def test_weights_that_change_behind_the_commit_end_the_engine(dtype, monke
         await under_test.close()
 
 
+async def test_what_an_update_committed_is_verified_also_when_it_is_cancelled(monkeypatch):
+    """As when the trainer that asked for it is lost: the engine goes on with these weights."""
+    receiver = MemoryReceiver()
+    under_test = engine(receiver=receiver)
+    prove = Staging.prove
+
+    def changed_and_left(self: Staging, serving: Any, version: Version) -> Any:
+        updating.cancel()
+        yield
+        serving.decoder.norm.weight[3] += 1
+        return (yield from prove(self, serving, version))
+
+    monkeypatch.setattr(Staging, "prove", changed_and_left)
+    updating = asyncio.ensure_future(under_test.update(receiver.publish(1, decoder(seed=1))))
+    try:
+        with pytest.raises(PolicyMismatch, match="other weights are served"):
+            await updating
+        with pytest.raises(EngineFailed, match="other weights"):
+            await under_test.generate(GenerateRequest(prompts(1)[0], SamplingParams()))
+    finally:
+        await under_test.close()
+
+
 def test_the_head_of_other_weights_is_noticed_in_low_precision_too():
     receiver, model = MemoryReceiver(), decoder(dtype=torch.bfloat16)
     published = receiver.publish(1, decoder(seed=1), torch.bfloat16)

@@ -352,6 +352,27 @@ async def test_a_cancelled_write_has_ended_when_it_is_left_and_publishes_nothing
     assert len(reads) == 1 and place.names() == ["step-000001.partial"] and not place.ledger.events("checkpoint")
 
 
+async def test_after_a_cancelled_write_the_next_one_is_whole(place, monkeypatch):
+    """As when a trainer was lost, and another one goes on."""
+    these, started = place.checkpoints(), asyncio.Event()
+    loop, real = asyncio.get_running_loop(), checkpoints.seal
+
+    def slow(folder, position, stop):
+        loop.call_soon_threadsafe(started.set)
+        assert stop.wait(20)
+        return real(folder, position, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "seal", slow)
+        writing = asyncio.ensure_future(await these.begin(place.trainer, Position(1, 0, 0)))
+        await asyncio.wait_for(started.wait(), 20)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+    await (await these.begin(place.trainer, Position(1, 1, 4)))
+    assert place.names() == ["step-000001"] and (await these.newest())[1] == Position(1, 1, 4)
+
+
 @pytest.mark.parametrize("cores", [1, 2, 9])
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 20_000])
 def test_a_hash_is_of_every_byte_of_every_part_in_order(tmp_path, monkeypatch, cores, size):
