@@ -46,13 +46,13 @@ SECONDS = {"forward_backward": 6, "apply": 1, "publish": 2, "snapshot": 1, "save
 
 @dataclass(eq=False)
 class Process:
-    """A trainer's process, and the weights in it: the groups of each step, and bits that follow from its own arithmetic."""
+    """A trainer's process and its weights: the groups of each step with their versions, and bits of its own arithmetic."""
 
     world: World
     number: int
-    weights: tuple[tuple[int, ...], ...] = ()
+    weights: tuple[tuple[tuple[int, ...], ...], ...] = ()
     bits: int = 0
-    gradient: list[int] = field(default_factory=list)
+    gradient: list[tuple[int, ...]] = field(default_factory=list)
     copied: tuple[Any, ...] = ()
     name: str = "trainer"
     ended: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -86,7 +86,7 @@ class Process:
 
     async def forward_backward(self, samples: list[Sample], losses: object) -> TrainResult:
         await self._work("forward_backward")
-        self.gradient += [sample.group for sample in samples]
+        self.gradient += [(sample.group, *sample.versions.tolist()) for sample in samples]
         return TrainResult({"tokens": 1.0}, [np.zeros(TOKENS, np.float32) for _ in samples])
 
     async def apply(self, scale: float) -> dict[str, float]:
@@ -353,7 +353,9 @@ class World:
     def check(self, ledger: SqliteLedger) -> None:
         counts, last = ledger.counts(), self.processes[-1]
         assert counts.conserved and counts.trained == self.steps * self.batch and counts.pending == 0
-        assert [list(groups) for groups in last.weights] == [ledger.groups_of(step) for step in range(self.steps)]
+        assert [[group for group, *_ in groups] for groups in last.weights] == [
+            ledger.groups_of(step) for step in range(self.steps)
+        ]
         assert min(self.lags) >= 0 and max(self.lags) <= self.max_lag
         sampled = sum(t.sampled for group_id in ledger.recorded() for t in ledger.load(group_id).trajectories)
         if not self.losses:

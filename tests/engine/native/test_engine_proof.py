@@ -168,6 +168,8 @@ async def test_what_an_update_committed_is_verified_also_when_it_is_cancelled(mo
         return (yield from prove(self, serving, version))
 
     monkeypatch.setattr(Staging, "prove", changed_and_left)
+    for name in ("TURN_S", "SHARE"):
+        monkeypatch.setattr(weight_updates, name, 0.0)  # one piece in each turn
     updating = asyncio.ensure_future(under_test.update(receiver.publish(1, decoder(seed=1))))
     try:
         with pytest.raises(PolicyMismatch, match="other weights are served"):
