@@ -241,7 +241,7 @@ class Drill:
         """Do one thing to one process. Returns None while there is no process to do it to."""
         parts = self._parts()
         kinds = {name.partition("-")[0] for name in parts}
-        if "trainer" not in kinds:  # the run is being started
+        if "trainer" not in kinds:  # the run, or its trainer alone, is being started
             return None
         able = [f for f in FAULTS if f[1] in kinds and f[1] not in self._spare]
         what, role, _ = self._rng.choices(able, [weight for _, _, weight in able])[0]
