@@ -27,6 +27,7 @@ class Device(World):
     """One device: its engines sample while they are awake, and its trainer computes only while they sleep."""
 
     awake: asyncio.Event = field(default_factory=asyncio.Event)
+    on_device: bool = True  # the trainer's moments
     turns: int = 0
     probed: list[int] = field(default_factory=list)
     unserved: int = 0  # times that engines woke without the version that was published last
@@ -49,6 +50,7 @@ class Device(World):
 
     async def forward_backward(self, samples, losses) -> TrainResult:
         assert not self.awake.is_set(), "the trainer computes while the engines have the device"
+        assert self.on_device
         return await super().forward_backward(samples, losses)
 
     async def apply(self, scale: float) -> dict[str, float]:
@@ -56,25 +58,47 @@ class Device(World):
         self.at_update.append(set(self.sampling))
         return await super().apply(scale)
 
+    # the trainer's
     async def sleep(self) -> None:
-        self.turns += self.awake.is_set()
-        self.awake.clear()
+        assert not self.awake.is_set() or not self.weights, "both have their memory on the device"
+        self.on_device = False
 
     async def wake(self) -> None:
-        self.unserved += self.serving.step != self.weights
-        self.awake.set()
+        assert not self.awake.is_set()
+        self.on_device = True
+
+
+class Pool:
+    """The engines of a `Device`."""
+
+    def __init__(self, world: Device) -> None:
+        self.world = world
+
+    async def sleep(self) -> None:
+        self.world.turns += self.world.awake.is_set()
+        self.world.awake.clear()
+
+    async def wake(self) -> None:
+        self.world.unserved += self.world.serving.step != self.world.weights
+        assert not self.world.on_device, "both have their memory on the device"
+        self.world.awake.set()
 
 
 def shared(world: Device, **how) -> Any:
     world.awake.set()
     run = controller(world, **how)
-    run.turns = DeviceTurns(world)  # type: ignore[arg-type]
+    run.turns = DeviceTurns(world, Pool(world))  # type: ignore[arg-type]
+    saving = run.hooks.checkpoint
+
+    async def checkpoint(step, next_id):
+        assert world.on_device and not world.awake.is_set(), "the moments that it copies are on the device"
+        return await saving(step, next_id)
 
     async def probe(version, samples, logprobs) -> None:
         assert world.awake.is_set() and world.serving == version, "engines score with the weights that sampled the step"
         world.probed.append(version.step)
 
-    run.hooks.probe = probe
+    run.hooks.probe, run.hooks.checkpoint = probe, checkpoint
     return run
 
 

@@ -41,7 +41,7 @@ from tidemill.run.storage.checkpoint_manifest import Position
 from tidemill.run.trainer_restart import TrainerRestart
 
 TOKENS = 8  # of an attempt
-SECONDS = {"forward_backward": 6, "apply": 1, "publish": 2, "snapshot": 1, "save": 9, "load": 3}
+SECONDS = {"forward_backward": 6, "apply": 1, "publish": 2, "snapshot": 1, "save": 9, "load": 3, "sleep": 1, "wake": 1}
 
 
 @dataclass(eq=False)
@@ -85,6 +85,7 @@ class Process:
                 raise PeerDied("trainer", self.ended.result())
 
     async def forward_backward(self, samples: list[Sample], losses: object) -> TrainResult:
+        assert not (self.world.turns and any(e.awake.is_set() for e in self.world.engines)), "the engines have the device"
         await self._work("forward_backward")
         self.gradient += [(sample.group, *sample.versions.tolist()) for sample in samples]
         return TrainResult({"tokens": 1.0}, [np.zeros(TOKENS, np.float32) for _ in samples])
@@ -107,6 +108,12 @@ class Process:
     async def snapshot(self) -> None:
         self.copied = len(self.weights), self.weights, self.bits
         await self._work("snapshot")
+
+    async def sleep(self) -> None:
+        await self._work("sleep")
+
+    async def wake(self) -> None:
+        await self._work("wake")
 
     async def save(self, folder: str) -> None:
         await self._work("save")
@@ -333,7 +340,7 @@ class World:
             cast(Any, self),
             cast(Any, Observing(self)),
             Hooks(evaluate, checkpoint, agree, None, process.ends, restart),
-            turns=DeviceTurns(self.pool) if self.turns else DeviceTurns(),
+            turns=DeviceTurns(trainer, self.pool) if self.turns else DeviceTurns(),
         )
         replacing = [asyncio.ensure_future(self.replace(at)) for at in self.losses]
         for at in self.times:
@@ -401,6 +408,15 @@ def test_lost_in_a_call(place, exact):
     world = lived(World(exact=exact, rounding=not exact, deaths=(PLACES[place],)))
     assert len(world.processes) == 2
     assert not exact or world.processes[-1].bits == undisturbed().bits
+
+
+IN_TURNS = [("sleep", 1), ("sleep", 4), ("wake", 1), ("wake", 3), ("forward_backward", 4), ("publish", 5), ("snapshot", 1)]
+
+
+@pytest.mark.parametrize("call", IN_TURNS)
+def test_lost_on_a_device_that_engines_share(call):
+    """Engines sleep while a new trainer trains the recorded steps again, and sample on once they have its weights."""
+    assert len(lived(World(turns=True, deaths=(call,))).processes) == 2
 
 
 def undisturbed(**given: Any) -> Process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_zoo import CONFIGS, logits, random_decoder
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute
 
+from tidemill.models import decoder as decoder_module
 from tidemill.models.attention import length_buckets, packed_attention, packed_positions
-from tidemill.models.decoder import Decoder
+from tidemill.models.decoder import Decoder, Layer, recomputed
 from tidemill.models.logprobs import token_logprobs
 
 
@@ -53,7 +56,7 @@ def test_buckets_are_a_partition_with_little_padding(lengths: list[int]) -> None
         assert all(0.85 * longest - 8 <= lengths[i] <= longest for i in bucket)
 
 
-def gradients(decoder: Decoder, tokens: Tensor, lengths: list[int], checkpointing: bool = False) -> list[Tensor]:
+def gradients(decoder: Decoder, tokens: Tensor, lengths: list[int], checkpointing: float = 0.0) -> list[Tensor]:
     attend = packed_attention(lengths, decoder.arch.windows)
     hidden = decoder(tokens, packed_positions(lengths), attend, checkpointing=checkpointing)
     logprobs, _ = token_logprobs(decoder, hidden, tokens.roll(-1), 0.7)
@@ -115,13 +118,29 @@ def test_the_last_layer_is_computed_of_what_is_wanted(wanted: list[int], checkpo
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("share", [True, 0.5, 0.7])
 @pytest.mark.parametrize("name", ["llama3-biases", "qwen3-tied-bias"])
-def test_checkpointing_gives_the_same_gradient(name: str) -> None:
+def test_checkpointing_gives_the_same_gradient(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, lengths = random_decoder(name), [9, 4, 30]
     tokens = torch.randint(48, (sum(lengths),), generator=torch.Generator().manual_seed(0))
-    plain, recomputed = gradients(decoder, tokens, lengths), gradients(decoder, tokens, lengths, checkpointing=True)
+    plain, again = gradients(decoder, tokens, lengths), list[int]()
+
+    def noted(layer: Layer, *given: Any, **how: Any) -> Any:
+        again.append(layer.index)
+        return recompute(layer, *given, **how)
+
+    monkeypatch.setattr(decoder_module, "recompute", noted)
+    found = gradients(decoder, tokens, lengths, checkpointing=share)
+    assert len(again) == math.floor(share * len(decoder.layers) + 1e-9), "no more and no fewer layers than asked for"
     assert len(plain) == len(list(decoder.parameters())) and all(bool(g.any()) for g in plain)
-    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layers", "share", "which"), [(8, 0.5, [1, 3, 5, 7]), (9, 1 / 3, [2, 5, 8]), (4, 0.1, []), (3, 1, [0, 1, 2])]
+)
+def test_the_layers_that_are_computed_again_are_spread(layers: int, share: float, which: list[int]) -> None:
+    assert [layer for layer in range(layers) if recomputed(layer, share)] == which
 
 
 def test_autocast_and_bfloat16_weights_stay_close() -> None:

@@ -148,7 +148,7 @@ class Controller:
             self.versions[served.key] = served
             self.ledger.publish(served)
         with self.timeline.phase("restart"):
-            await self.turns.trainer()
+            await self.turns.of_new_trainer()
             self.incarnation, self._saved = await self.hooks.restart(lost, self.step)
         self._saving = None
 
@@ -375,7 +375,8 @@ class Controller:
         if self.hooks.checkpoint:
             await self._written()
             with self.timeline.phase("checkpoint"):
-                write = await self.hooks.checkpoint(step, self.buffer.next_id)
+                async with self.turns.borrowed():
+                    write = await self.hooks.checkpoint(step, self.buffer.next_id)
             self._saving = tasks.create_task(write, name=f"checkpoint of step {step}")
 
     async def _written(self) -> None:

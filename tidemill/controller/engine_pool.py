@@ -259,14 +259,14 @@ class EnginePool:
 
     async def _all(self, work: Callable[[Engine], Awaitable[None]]) -> None:
         members = [member for member in self._members.values() if member.state is not MemberState.JOINING]
-        await asyncio.gather(*(self._attempt(member, work(member.engine)) for member in members))
+        await asyncio.gather(*(self._attempt(member, lambda member: work(member.engine)) for member in members))
 
     async def _commit(self, member: Member, published: WeightUpdate) -> None:
-        await self._attempt(member, self._update(member, published))
+        await self._attempt(member, lambda member: self._update(member, published))
 
-    async def _attempt(self, member: Member, work: Awaitable[None]) -> None:
+    async def _attempt(self, member: Member, work: Callable[[Member], Awaitable[None]]) -> None:
         try:
-            await work  # bounded: calls of an engine have deadlines
+            await work(member)
         except LOST as loss:
             self._lose(member, loss)
 

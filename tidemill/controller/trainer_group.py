@@ -129,6 +129,12 @@ class TrainerGroup:
     async def export(self, folder: str) -> None:
         await self._all(lambda i, rank: rank.export(folder))
 
+    async def sleep(self) -> None:
+        await self._all(lambda i, rank: rank.sleep())
+
+    async def wake(self) -> None:
+        await self._all(lambda i, rank: rank.wake())
+
     async def telemetry(self) -> Telemetry:
         """The first rank's, with the sums of all ranks' counters."""
         found = await self._all(lambda i, rank: rank.telemetry())

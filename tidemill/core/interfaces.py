@@ -149,6 +149,17 @@ class Trainer(Protocol):
         """Write the weights, configuration and tokenizer as a Hugging Face folder."""
         ...
 
+    async def sleep(self) -> None:
+        """Move what only a gradient or an update needs from the device to the host, and give back what is free.
+
+        It may publish, evaluate and export meanwhile. Does nothing in a trainer that sleeps.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Bring it back. Does nothing in a trainer that is awake."""
+        ...
+
     async def telemetry(self) -> Telemetry: ...
     async def close(self) -> None: ...
 

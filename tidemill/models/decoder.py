@@ -148,17 +148,19 @@ class Decoder(nn.Module):
         attend: Attend | AttendHeads,
         wanted: Tensor | None = None,
         *,
-        checkpointing: bool = False,
+        checkpointing: float = 0.0,
     ) -> Tensor:
         """Hidden states [N, D] after the last norm, for `tokens` [N] at `positions` [N].
 
         wanted: [P] int64, the only tokens whose hidden states are returned, [P, D]; this saves work in the last layer.
+        checkpointing: share of the layers whose activations are computed again in the backward pass.
         """
         x = self.embed(tokens)
         cos, sin = self.rope(positions, _product_dtype(x))  # in autocast's dtype too, as a bfloat16 model has them
-        for layer in self.layers:
-            given = (x, cos, sin, attend, wanted if layer.index == len(self.layers) - 1 else None)
-            x = recompute(layer, *given, use_reentrant=False) if checkpointing else layer(*given)
+        for index, layer in enumerate(self.layers):
+            given = (x, cos, sin, attend, wanted if index == len(self.layers) - 1 else None)
+            again = recomputed(index, checkpointing)
+            x = recompute(layer, *given, use_reentrant=False) if again else layer(*given)
         return self.norm(x)
 
     @property
@@ -186,6 +188,11 @@ class Decoder(nn.Module):
             else:
                 scale = 1 / math.sqrt(2 * self.arch.layers) if name.endswith(("o.weight", "down.weight")) else 1.0
                 parameter.normal_(0.0, std * scale, generator=generator)
+
+
+def recomputed(layer: int, share: float) -> bool:
+    """True if a layer is among the given share of layers, which are spread evenly."""
+    return math.floor((layer + 1) * share) > math.floor(layer * share)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

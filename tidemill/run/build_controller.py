@@ -85,8 +85,7 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
     )
     if session.curriculum is None:  # from here on it is told of everything
         session.curriculum = remembered(curriculum_of(config, session.environment), ledger)
-    curriculum, devices = session.curriculum, plan.devices.metrics()
-    session.monitor.attach(cluster.trainer, cluster.pools, lambda: {**curriculum.figures(), **devices})
+    session.monitor.attach(cluster.trainer, cluster.pools, session.curriculum.figures)
     return Controller(
         _schedule(plan, point),
         _buffer(plan, point),

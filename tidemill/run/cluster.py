@@ -215,7 +215,7 @@ async def start_cluster(
             trainer = cast(Trainer, WithServedReference(trainer, pools["reference"]))
         yield Cluster(
             *(trainer, process, list(pools.values()), supervisors),
-            DeviceTurns(pools["engine"] if plan.takes_turns else None),
+            DeviceTurns(trainer, pools["engine"]) if plan.takes_turns else DeviceTurns(),
             lambda: [*members_of(process.handle), *(h for each in supervisors for h in each.handles.values())],
         )
 

@@ -105,6 +105,9 @@ OTHERS = by_name(
         STEP_SIZE: "batch_size train_batch_size",
         "'placement.sync.transport'": "weight_broadcast.type",
         "'trainer.betas'": "adam_betas",
+        "'trainer.moments_on'": "actor_rollout_ref.actor.fsdp_config.optimizer_offload optimizer_offload adam_offload",
+        "'placement.share'": "actor_rollout_ref.rollout.free_cache_engine vllm_enable_sleep colocate_all_models "
+        "vllm_enable_sleep_mode",
         "'placement.engines'": "vllm_num_engines",
         "'deterministic'": "full_determinism",
         WANDB: "use_wandb",
@@ -121,10 +124,6 @@ _SHARDS = (
     "trainer.ranks says how many processes train together, on one machine, and trainer.shard what each of them holds; "
     "several machines do not exist yet"
 )
-_DEVICES = (
-    "every visible CUDA device is used: CUDA_VISIBLE_DEVICES says which there are, and placement.devices which of them "
-    "train and which sample"
-)
 _PARALLEL = (
     "one engine on several devices does not exist yet: each engine has one device; placement.engines says how many there are"
 )
@@ -134,7 +133,8 @@ _ENGINES = (
 _MACHINES = "several machines do not exist yet: a run has one; placement is 'local' (processes) or 'inline' (one process)"
 _QUANTIZED = "quantised weights do not exist yet: trainer.dtype and engine.dtype are 'float32' or 'bfloat16'"
 _OFFLOAD = (
-    "offloading does not exist yet: trainer.checkpointing = true and a lower trainer.micro_batch_tokens take less memory"
+    "only AdamW's moments can lie in the host's memory, by trainer.moments_on = 'host'; trainer.checkpointing = true and a "
+    "lower trainer.micro_batch_tokens take less memory, too"
 )
 _OPTIMIZERS = "other optimizers do not exist yet: AdamW is the one; trainer.betas, eps and weight_decay set it"
 _SPECULATIVE = "speculative decoding does not exist yet: engines sample one token of a sequence at a time"
@@ -144,15 +144,15 @@ _MISSING = {
     "lora_dropout lora_name lora_target_modules target_modules",
     _SHARDS: "fsdp fsdp2 fsdp_config fsdp_size deepspeed zero zero_stage ranks shard shards sharding world_size "
     "num_processes ddp data_parallel data_parallel_size megatron context_parallel context_parallel_size sequence_parallel "
-    "sequence_parallel_size ulysses_sequence_parallel_size ring_attn_size actor_rollout_ref.actor.strategy",
-    _DEVICES: "n_gpus_per_node gpus num_gpus gpu_ids actor_num_gpus_per_node ref_num_gpus_per_node colocate_all_models",
+    "sequence_parallel_size ulysses_sequence_parallel_size ring_attn_size n_gpus_per_node gpus num_gpus "
+    "actor_num_gpus_per_node actor_rollout_ref.actor.strategy trainer.devices",
     _PARALLEL: "tensor_parallel tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size tp tp_size "
-    "pipeline_parallel_size pipeline_model_parallel_size pp pp_size expert_parallel_size ep ep_size",
+    "pipeline_parallel_size pipeline_model_parallel_size pp pp_size expert_parallel_size ep ep_size engine.devices",
     _ENGINES: "vllm sglang use_vllm vllm_mode vllm_config engine.name engine.backend rollout.name "
     "rollout.backend rollout.engine actor_rollout_ref.rollout.name actor_rollout_ref.rollout.mode",
     _MACHINES: "ray ray_kwargs slurm cluster nnodes nodes num_nodes hosts actor_num_nodes deployment.type",
     _QUANTIZED: "quantization quantize quantization_config load_in_4bit load_in_8bit bnb fp8 int8 gptq awq kv_cache_dtype",
-    _OFFLOAD: "offload cpu_offload param_offload optimizer_offload offload_policy adam_offload ac_offloading",
+    _OFFLOAD: "offload cpu_offload param_offload offload_policy ac_offloading",
     _OPTIMIZERS: "trainer.optimizer trainer.optim.type trainer.optim.name muon adafactor lion",
     _SPECULATIVE: "speculative speculative_config speculative_model num_speculative_tokens draft_model",
 }

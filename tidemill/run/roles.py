@@ -39,7 +39,7 @@ ENGINE_DEADLINES: dict[str, float] = {"generate": 3600.0, "score": 600.0, "updat
 REFERENCE_DEADLINES: dict[str, float] = {"score": 3600.0}  # a row waits for all those of its step
 PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("open_model", "place", "check_memory", "extras"), START_S)
 TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
-    ("forward", "forward_backward", "apply", "publish", "snapshot", "save", "load", "export"), 3600.0
+    ("forward", "forward_backward", "apply", "publish", "snapshot", "save", "load", "export", "sleep", "wake"), 3600.0
 )
 
 

@@ -69,6 +69,12 @@ class Critic:
     def forget(self) -> None:
         self._optimizer.forget()
 
+    def leave(self, device: torch.device) -> None:
+        self._optimizer.leave(device)
+
+    def come_back(self) -> None:
+        self._optimizer.come_back()
+
     def state(self) -> list[Slice]:
         """Blocks for a checkpoint: weights, and both moments after the first update."""
         return _prefixed(_CRITIC, [*self._weights(), *self._optimizer.state()])

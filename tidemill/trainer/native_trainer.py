@@ -23,6 +23,7 @@ from tidemill.core.types import Array, LossSpec, Metrics, Sample, Telemetry, Tra
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import hf_blocks, save_folder, scored_tensors, serving_slices
+from tidemill.models.host_memory import give_back
 from tidemill.models.served_weights import Contents, checked, words_of
 from tidemill.models.trained_linear import MIXES
 from tidemill.models.weight_slices import Sender, Slice
@@ -37,6 +38,7 @@ from tidemill.trainer.trainer_checkpoint import Snapshot, load_checkpoint
 from tidemill.trainer.trainer_kinds import TrainerSettings
 
 T = TypeVar("T")
+LEAVES = ("cuda",)  # types of devices from which there is anything to gain by moving to the host
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -96,6 +98,7 @@ class NativeTrainer:
         self._optimizer = Optimizer(self.decoder, settings, steps)
         self._exports = self._critic.model if self._critic is not None and scores else None
         self._kept = [each for each in (self._reference, self._critic) if each is not None]
+        self._optimized = [each for each in (self._optimizer, self._critic) if each is not None]
         self._compute = training_pass.Compute(
             device=self.device,
             budget=settings.micro_batch_tokens,
@@ -140,6 +143,7 @@ class NativeTrainer:
         _expect_own(*{sample.policy for sample in samples})
 
         def run() -> TrainResult:
+            self._come_back()  # gradients are added to what there is
             critic, at_peak = self._critic and self._critic.model, self._recorder.memory.update
             result = training_pass.forward_backward(self.decoder, samples, losses, self._compute, at_peak, critic)
             self._recorder.count("trained_tokens", result.metrics["tokens"])
@@ -268,6 +272,25 @@ class NativeTrainer:
 
         await self._do("export", run)
 
+    async def sleep(self) -> None:
+        """Move moments and gradients to the host's memory, and give back what is free on the device."""
+
+        def run() -> None:
+            if self.device.type in LEAVES:
+                for each in self._optimized:
+                    each.leave(self.device)
+            give_back(self.device)
+
+        await self._copied()
+        await self._do("sleep", run)
+
+    async def wake(self) -> None:
+        await self._do("wake", self._come_back)
+
+    def _come_back(self) -> None:
+        for each in self._optimized:
+            each.come_back()
+
     async def _do(self, name: str, work: Callable[[], T], fault: int | None = None, **args: float) -> T:
         """Do blocking work on the process's cores, in a span. fault: the step of an injected fault."""
 
@@ -294,9 +317,8 @@ class NativeTrainer:
         """Close the transport, and free the memory of gradients and snapshot."""
         if self._copying is not None:
             await asyncio.wait({self._copying})  # bounded: as in `_copied`
-        self._optimizer.forget()
-        if self._critic is not None:
-            self._critic.forget()
+        for each in self._optimized:
+            each.forget()
         self._snapshot = self._room = None
         self._ranks.close()
         if self._sender is not None:

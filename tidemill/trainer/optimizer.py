@@ -14,8 +14,10 @@ from torch.optim.adamw import adamw
 
 from tidemill.core.errors import TrainingDiverged
 from tidemill.core.types import Metrics
+from tidemill.models.host_memory import MovedToHost
 from tidemill.models.local_shards import block_of, full, local
 from tidemill.models.weight_slices import Slice
+from tidemill.trainer.moments import Moments, made_for
 from tidemill.trainer.trainer_kinds import TrainerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -44,7 +46,8 @@ class Optimizer:
             raise ValueError(f"steps={updates}: expected at least 1")
         self.settings, self.updates, self.done = settings, updates, 0
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._moments: dict[str, list[Tensor]] = {}  # by name, in the order of MOMENTS; empty before the first update
+        self._moments: dict[str, Moments] = {}  # by name; empty before the first update
+        self._moved, self._moved_gradients = MovedToHost(), MovedToHost()
 
     @property
     def lr(self) -> float:
@@ -59,6 +62,7 @@ class Optimizer:
 
         Raises TrainingDiverged, and frees the gradient, when it is not finite.
         """
+        self.come_back()
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
         norm = float(full(torch.nn.utils.get_total_norm(gradients, foreach=True))) * abs(scale)
         if not math.isfinite(norm):
@@ -85,6 +89,7 @@ class Optimizer:
         if factor != 1.0:
             for gradient in gradients:
                 local(gradient).mul_(factor)
+        self._moments = self._moments or self._made()
         lr, decay = self.lr, self.settings.weight_decay
         self._step([name for name, p in self.named.items() if p.ndim >= 2], lr, decay)
         self._step([name for name, p in self.named.items() if p.ndim < 2], lr, 0.0)
@@ -94,19 +99,34 @@ class Optimizer:
 
     def _step(self, names: list[str], lr: float, decay: float) -> None:
         """Step the named parameters, all of which have gradients."""
-        weights = [local(self.named[name]) for name in names]
-        for name, p in zip(names, weights, strict=True):
-            if name not in self._moments:
-                self._moments[name] = [torch.zeros_like(p) for _ in MOMENTS]
-        first, second = ([self._moments[name][i] for name in names] for i in range(2))
-        beta1, beta2 = self.settings.betas
+        weights = {name: local(self.named[name].detach()) for name in names}
+        gradients = {name: local(p.grad) for name in names if (p := self.named[name]).grad is not None}
+        held = {name: self._moments[name] for name in names}
+        at_once = [name for name in names if held[name].whole]
+        both = [[held[name].held[i] for name in at_once] for i in range(2)]
+        self._adamw([weights[name] for name in at_once], [gradients[name] for name in at_once], both, lr, decay)
+        for name in names:
+            if not held[name].whole:
+                weight, gradient = weights[name].view(-1), gradients[name].reshape(-1)
+                for part in held[name].pieces():
+                    moments = held[name].load(part)
+                    self._adamw([weight[part]], [gradient[part]], [[each] for each in moments], lr, decay)
+                    held[name].store(part, moments)
+
+    def _adamw(
+        self, weights: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]], lr: float, decay: float
+    ) -> None:
+        if not weights:
+            return
+        (first, second), (beta1, beta2) = moments, self.settings.betas
+        counts = [torch.tensor(float(self.done), device=p.device) for p in weights]  # adamw increments them itself
         adamw(
             weights,
-            [local(p.grad) for name in names if (p := self.named[name]).grad is not None],
+            gradients,
             first,
             second,
             [],
-            [torch.tensor(float(self.done), device=p.device) for p in weights],  # adamw increments the count itself
+            counts,
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -118,25 +138,37 @@ class Optimizer:
         )
 
     def forget(self) -> None:
+        self._moved_gradients.back()
         for p in self.named.values():
             p.grad = None
 
+    def leave(self, device: torch.device) -> None:
+        """Move moments and gradients from this device to the host's memory, until they are needed or `come_back`."""
+        self._moved.move([t for each in self._moments.values() for t in each.held if t.device.type == device.type])
+        self._moved_gradients.move([local(p.grad) for p in self.named.values() if p.grad is not None])
+
+    def come_back(self) -> None:
+        self._moved.back()
+        self._moved_gradients.back()
+        self._moved_gradients = MovedToHost()  # they are seldom moved: their room is not kept
+
+    def _made(self) -> dict[str, Moments]:
+        return made_for({name: local(p.detach()) for name, p in self.named.items()}, self.settings)
+
     def state(self) -> list[Slice]:
         """This process's rows of both moments of every parameter; empty before the first update."""
-        held = self._moments
-        named = ((name, p) for name, p in self.named.items() if name in held)
-        return [block_of(f"{m}.{name}", p, held[name][i]) for name, p in named for i, m in enumerate(MOMENTS)]
+        self.come_back()
+        held = [(name, self.named[name], moments) for name, moments in self._moments.items()]
+        return [moments.block(i, block_of(f"{m}.{name}", p)) for name, p, moments in held for i, m in enumerate(MOMENTS)]
 
     def expected(self, done: int) -> list[Slice]:
         """`state()` after `done` updates, by name, shape and dtype."""
         return [block_of(f"{m}.{name}", p) for name, p in self.named.items() for m in MOMENTS] if done else []
 
     def restore(self, state: dict[str, Tensor], done: int) -> None:
-        """Restore a checked `state` after `done` updates; moments are copied to the parameters' device."""
+        """Restore a checked `state` after `done` updates; moments are copied to where they are held."""
+        self.come_back()
         self.forget()
-        self.done = done
-        moments = {name: [torch.empty_like(local(p)) for _ in MOMENTS] for name, p in self.named.items()} if done else {}
-        for name, tensors in moments.items():
-            for m, tensor in zip(MOMENTS, tensors, strict=True):
-                tensor.copy_(state[f"{m}.{name}"])
-        self._moments = moments
+        self.done, self._moments = done, self._made() if done else {}
+        for name, moments in self._moments.items():
+            moments.restore([state[f"{m}.{name}"] for m in MOMENTS])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from pathlib import Path
 from typing import Protocol
 
@@ -31,7 +32,9 @@ from tidemill.models.architecture import Architecture
 from tidemill.models.block_files import BlockReader, rank_file, rank_files, write_blocks
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import hf_blocks, hf_views, load_folder, write_model
+from tidemill.models.host_memory import host_tensors
 from tidemill.models.weight_slices import Slice
+from tidemill.trainer.moments import DecodedBlock
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.ranks import Ranks
 
@@ -66,7 +69,7 @@ class Snapshot:
     optimizer: list[Slice]  # both moments by parameter name, and the state of each `Kept`
     random: dict[str, Tensor]  # states of random generators
     updates: int
-    left: list[tuple[Tensor, Tensor]]  # still to be copied: tensors of this snapshot, and the trainer's tensors for them
+    left: list[tuple[Tensor, Slice]]  # still to be copied: tensors of this snapshot, and the trainer's blocks for them
 
     @classmethod
     def take(
@@ -104,15 +107,22 @@ class Snapshot:
     ) -> Snapshot:
         own, state = list(ranks.own(hf_blocks(decoder))), list(ranks.own(state))
         weights, kept = _places(own, room.weights if room else ()), _places(state, room.optimizer if room else ())
-        left = [(place.tensor, block.tensor) for place, block in zip([*weights, *kept], [*own, *state], strict=True)]
+        left = [(place.tensor, block) for place, block in zip([*weights, *kept], [*own, *state], strict=True)]
         return cls(decoder.arch, decoder.embed.weight.dtype, ranks, weights, kept, random, updates, left)
 
     def copy(self) -> None:
         """Copy the tensors, from a GPU into pinned memory; other threads run meanwhile."""
         if self.left:
-            places, tensors = zip(*self.left, strict=True)
+            places, blocks = zip(*self.left, strict=True)
+            tensors = [block.tensor for block in blocks]
+            as_they_are = [not isinstance(block, DecodedBlock) for block in blocks]
             with torch.no_grad():
-                torch._foreach_copy_(list(places), list(tensors), non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                    [*compress(places, as_they_are)], [*compress(tensors, as_they_are)], non_blocking=True
+                )
+                for place, block in self.left:
+                    if isinstance(block, DecodedBlock) and block.write is not None and place.numel():
+                        block.write(place)
             for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
                 torch.cuda.synchronize(device)  # bounded: by the copies above
         self.left.clear()
@@ -144,15 +154,15 @@ class Snapshot:
 
 def _places(blocks: Iterable[Slice], room: Iterable[Slice]) -> list[Slice]:
     """A host tensor of the same shape and dtype for each block, from `room` where one fits."""
-    known = {block.name: block.tensor for block in room}
+    known, blocks = {block.name: block.tensor for block in room}, list(blocks)
 
-    def place(block: Slice) -> Slice:
-        like, there = block.tensor, known.get(block.name)
-        if there is None or (there.shape, there.dtype) != (like.shape, like.dtype):
-            there = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-        return replace(block, tensor=there)
+    def fits(block: Slice) -> bool:
+        there = known.get(block.name)
+        return there is not None and (there.shape, there.dtype) == (block.tensor.shape, block.tensor.dtype)
 
-    return [place(block) for block in blocks]
+    new = [block.tensor for block in blocks if not fits(block)]
+    made = iter(host_tensors(new, new[0].device) if new else ())
+    return [replace(block, tensor=known[block.name] if fits(block) else next(made)) for block in blocks]
 
 
 def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = ()) -> None:

@@ -35,13 +35,12 @@ class BaseTrainerSettings(KindSettings, registry=TRAINERS):
         default="float32", description="Dtype of the weights sent to engines"
     )
     device: str = Field(default="auto", description="Device of the trainer. auto: cuda if there is one, else cpu")
-    ranks: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="Processes that train together, each with a part of the rows. Left out on several CUDA devices: as many "
-        "as placement.devices leaves",
-    )
+    ranks: int = Field(default=1, ge=1, le=1024, description="Processes that train together, each with a part of the rows")
+
+    @property
+    def exceptions(self) -> list[str]:
+        """Sentences on settings in force that change what is learnt to save memory or bytes."""
+        return []
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -66,7 +65,22 @@ class TrainerSettings(BaseTrainerSettings):
         "gathered once a call; zero3: the same, gathered layer by layer; hsdp: replicas, each sharded as by zero3",
     )
     replicas: int = Field(default=2, ge=2, description="Replicas under shard = 'hsdp'. Each has ranks / replicas ranks")
-    checkpointing: bool = Field(default=False, description="Recompute activations: less memory, a third more time")
+    checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = Field(
+        default=False,
+        description="Recompute activations: less memory, a third more time. true: of all layers; 0.5: of half of them",
+    )
+    moments: Literal["float32", "int8"] = Field(
+        default="float32",
+        description="Numbers of AdamW's moments. int8: 8 bits each and a scale for 256 of them; it changes what is learnt",
+    )
+    moments_on: Literal["device", "host"] = Field(
+        default="device", description="Place of AdamW's moments. host: in the machine's memory, copied piece by piece"
+    )
+
+    @property
+    def exceptions(self) -> list[str]:
+        rounded = "trainer.moments = 'int8': AdamW's moments are rounded to 8 bits after each update"
+        return [rounded] if self.moments == "int8" else []
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:

@@ -51,7 +51,7 @@ class Compute:
     device: torch.device
     budget: int  # tokens of all micro-batches that run at the same time
     autocast: torch.dtype | None = None  # None: the weights' own dtype
-    checkpointing: bool = False
+    checkpointing: float = False  # share of the layers
     lanes: Lanes = field(default_factory=Lanes)
     ranks: Ranks = field(default_factory=Ranks)
 
@@ -83,7 +83,7 @@ class Compute:
         self.lanes.take()
         attend = packed_attention(batch.families, decoder.arch.windows, batch.tokens.device)
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            checkpointing = self.checkpointing and torch.is_grad_enabled()
+            checkpointing = self.checkpointing if torch.is_grad_enabled() else 0.0
             hidden = decoder(batch.tokens, batch.positions, attend, batch.wanted, checkpointing=checkpointing)
         return hidden.index_select(0, batch.predictors)
 

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from tidemill.core.errors import PolicyMismatch
 from tidemill.core.memory import anonymous_memory
 from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
+from tidemill.models.host_memory import Pinned
 from tidemill.models.weight_slices import Slice
 from tidemill.weight_sync.manifest import DTYPES, MAX_BYTES, Block, Outline, WeightManifest, expect_parts, expect_whole
 
@@ -154,7 +155,7 @@ class _Slot:
         self._named = made is None
         self._map: mmap.mmap | None = None
         self._blocks: dict[int, Tensor] = {}  # views of the map by their first byte, made once for all versions
-        self._pinned: _Pinned | None = None
+        self._pinned: Pinned | None = None
 
     def wipe(self) -> None:
         os.pwrite(self.fd, bytes(_HEADER.size), 0)
@@ -166,7 +167,7 @@ class _Slot:
         end = start + tensor.nbytes
         if self._map is not None and end <= len(self._map):
             if tensor.is_cuda and self._pinned is None:
-                self._pinned = _Pinned(self._map)
+                self._pinned = Pinned(self._map)
             into = self._blocks.get(start)
             if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
                 into = torch.frombuffer(self._map, dtype=tensor.dtype, offset=start, count=tensor.numel())
@@ -195,20 +196,6 @@ class _Slot:
         os.close(self.fd)
         if self._named:
             Path(self.location).unlink(missing_ok=True)
-
-
-class _Pinned:
-    """Pins a mapping's pages, to which CUDA writes faster; `held`: it did not refuse."""
-
-    def __init__(self, mapping: mmap.mmap) -> None:
-        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._cuda: Any = torch.cuda.cudart()  # it raises where there is none
-        self.held = int(self._cuda.cudaHostRegister(self._memory.data_ptr(), len(mapping), 0)) == 0
-
-    def close(self) -> None:
-        if self.held:
-            self._cuda.cudaHostUnregister(self._memory.data_ptr())
-            self.held = False
 
 
 def _named(folder: Path) -> tuple[int, str]:

@@ -62,6 +62,7 @@ def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
         "step": asdict(step),
         "passes": {"policy": first.updates.epochs, **asked},
         "reduction": {"name": first.reduction, "denominator": _denominator(config, step)},
+        "exceptions": config.trainer.exceptions,
         "steps": config.steps,
         "samples": config.steps * step.sequences,
         "max_lag": config.max_lag,
@@ -183,6 +184,7 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
         ("passes", "; ".join(ran)),
         ("micro-batches", f"{', '.join(batches)}: {tokens_each}, {rows}"),
         ("denominator", about["reduction"]["denominator"]),
+        *([("exceptions", "\n".join(about["exceptions"]))] if about["exceptions"] else []),
     ]
 
 

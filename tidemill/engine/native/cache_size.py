@@ -1,11 +1,10 @@
-"""Size of the KV cache, by the settings and the free memory, and the return of an engine's memory."""
+"""Size of the KV cache: the number of pages by the settings and the free memory."""
 
 from __future__ import annotations
 
 import torch
 
 from tidemill.core.hardware import memory_bytes
-from tidemill.core.memory import return_free_memory
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.architecture import Architecture
 
@@ -22,13 +21,6 @@ def free_memory(device: str) -> int | None:
     if device == "cpu":
         return memory_bytes()[1]
     return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
-
-
-def give_back(device: torch.device) -> None:
-    """Give memory that became free back to the device and to the system."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return_free_memory()
 
 
 def page_bytes(arch: Architecture, page_size: int, dtype: torch.dtype) -> int:

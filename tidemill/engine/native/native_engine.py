@@ -28,7 +28,7 @@ from tidemill.core.types import Array, Completion, Finish, GenerateRequest, InFl
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.batch_invariant import check_machine, run_invariant
-from tidemill.engine.native.cache_size import device_of, give_back, pages_of
+from tidemill.engine.native.cache_size import device_of, pages_of
 from tidemill.engine.native.cuda_graphs import paged_cache
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.kept_conversations import KeptConversations
@@ -52,6 +52,7 @@ from tidemill.engine.native.scheduler import Plan, Scheduler, Sequence
 from tidemill.engine.native.staged_weights import Staging, serve
 from tidemill.engine.native.weight_updates import WeightUpdater
 from tidemill.models.decoder import Decoder
+from tidemill.models.host_memory import give_back
 from tidemill.models.weight_slices import Receiver
 from tidemill.observability.process_memory import PeakMemory
 from tidemill.runtime.cpu_sharing import Cores
