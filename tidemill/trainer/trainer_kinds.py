@@ -7,9 +7,9 @@ A new trainer is one module, with a subclass of `BaseTrainerSettings` and a func
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.core.config import Config
@@ -81,6 +81,11 @@ class TrainerSettings(BaseTrainerSettings):
     def exceptions(self) -> list[str]:
         rounded = "trainer.moments = 'int8': AdamW's moments are rounded to 8 bits after each update"
         return [rounded] if self.moments == "int8" else []
+
+    @field_validator("shard", mode="before")
+    @classmethod
+    def _none_is_a_name(cls, given: Any) -> Any:  # on a command line, `none` is no value
+        return "none" if given is None else given
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:

@@ -74,13 +74,13 @@ def trainer_role(config: RunConfig, models: Models) -> Role:
         operations += (trained + FORWARD) * work(models.critic or models.policy, reply)
     tokens = reply * plan.step_rows / plan.samples  # for each sample
     least = 3 * models.policy.layers * LAYER_S  # seconds of a micro-batch, forward and backward
-    few, many = (_held(config, models, ranks) for ranks in (1, 2))
-    state = 2 * (few - many)  # what ranks divide among them
+    few, many = (_held(config, models, ranks) for ranks in (2, 4))
+    state = 4 * (few - many)  # what ranks divide among them; a single rank holds less than both, as it gathers nothing
     return Role(
         lambda batch: tokens * (operations / FLOPS[settings.dtype] + least / batch),
         most=settings.micro_batch_tokens,
         under_way=reply * plan.step_rows,
-        device_bytes=few - state,
+        device_bytes=few - state // 2,
         state_bytes=state,
     )
 

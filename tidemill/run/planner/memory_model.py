@@ -8,7 +8,7 @@ buffers of matrix products, come on top.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,7 @@ from tidemill.models.logprobs import chunk_rows
 from tidemill.models.trained_linear import MIXES, floats_are_quicker, pairs_are_ours, prepares_sizes
 from tidemill.run.planner.device_plan import DevicePlan, as_configured, resolved
 from tidemill.run.planner.plan import RunPlan, plan_of, warm_up_plan
+from tidemill.run.planner.rank_memory import per_rank
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of
 from tidemill.trainer.micro_batches import filled
@@ -48,6 +49,7 @@ class Held:
     lever: str = ""  # the change that would lower it
     lazy: bool = False  # grows with use, and is sized by the free memory
     host: bool = False  # in the machine's own memory, wherever the process computes
+    divided: bool = False  # several ranks divide it among all of them, whatever else each holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +223,11 @@ def trainer_memory(
         size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
         held.append(Held("critic, its gradients and moments", 4 * size, "algorithm.critic.model = 'policy'"))
         moves += 3 * size
-    held.append(Held("copy while a checkpoint is written", 3 * own + moves, smaller, host=True))
+    held.append(Held("copy while a checkpoint is written", 3 * own + moves, smaller, host=True, divided=True))
     if config.placement.sync.kind_name == "shared_memory":
         size = 2 * parameters(arch) * ITEM[config.trainer.serving_dtype]
         lever = "trainer.serving_dtype = 'bfloat16'" if config.trainer.serving_dtype == "float32" else ""
-        held.append(Held("two versions on their way to engines", size, lever, host=True))
+        held.append(Held("two versions on their way to engines", size, lever, host=True, divided=True))
     settings = config.trainer
     plan, budget = plan_of(config, arch), settings.micro_batch_tokens
     every = plan.most_rows * plan.context
@@ -238,7 +240,8 @@ def trainer_memory(
     if longest > budget:  # the row is a micro-batch by itself: a smaller budget splits no row
         shorter = "shorter rows" if config.offline else f"a lower rollout.max_tokens (now {config.rollout.max_tokens:,})"
         lever = shorter + checkpointing
-    return [*held, Held(f"activations of at most {tokens:,} tokens", alive, lever)]
+    held.append(Held(f"activations of at most {tokens:,} tokens", alive, lever))
+    return per_rank(held, settings, [arch, *([] if critic is None else [replace(critic, tied=True)])])
 
 
 def trainer_lanes(plan: RunPlan) -> int:

@@ -1,0 +1,91 @@
+"""Single ranks of a trainer are killed and stopped; the run goes on with a new group of ranks, and the engine's process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import threading
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from runs import Run
+
+RANKS = ("trainer.ranks=2", "supervise.resume=true", "supervise.restarts=1000", "supervise.backoff_s=0.05")
+PLACES = ("train", "apply", "publish", "stream", "save", "save-optimizer")
+
+
+def placed(seed: int) -> list[str]:
+    """Twenty faults, each of one rank in one phase of a step of its own; checkpoints are saved every third step."""
+    rng, faults = random.Random(seed), []
+    for number in range(20):
+        phase, step = PLACES[number % len(PLACES)], number + 2
+        step += -step % 3 if phase.startswith("save") else 0
+        faults.append(f"{rng.choice(('trainer', 'trainer-1'))}:{phase}:{step}:{rng.choice(('kill', 'stop'))}")
+    return list(dict.fromkeys(faults))
+
+
+def processes(run: Run) -> dict[str, int]:
+    """The ids of the run's present processes by name, as its status file tells them."""
+    with suppress(OSError, ValueError):
+        status: dict[str, Any] = json.loads((run.folder / "status.json").read_text())
+        return {each["name"]: each["pid"] for each in status["processes"] if each["alive"]}
+    return {}
+
+
+def events(run: Run) -> list[str]:
+    """What was restarted, by the events of the ledger."""
+    with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
+        details = db.execute("SELECT detail FROM events WHERE kind = 'run_resumed'").fetchall()
+    return [json.loads(detail).get("restarted") for (detail,) in details]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shard, seed", [("zero2", 1), ("zero3", 2)])
+def test_ranks_that_end_in_any_phase(shard: str, seed: int, tmp_path: Path) -> None:
+    run = Run(tmp_path, steps=30, overrides=(*RANKS, f"trainer.shard={shard}"))
+    faults = placed(seed)
+    ended = run.train(" ".join(faults), limit_s=600)
+    assert ended.status == 0, ended.errors
+    assert set(run.happened()) == set(faults)  # "trainer" is any rank, and both may come there at once
+    assert events(run) == ["the trainer"] * len(faults)
+    run.check()
+
+
+@pytest.mark.ranks
+def test_ranks_that_end_at_any_moment(tmp_path: Path) -> None:
+    """Twenty of them, whatever they do: also while steps are trained again, and while they start."""
+    run, rng = Run(tmp_path, steps=400, overrides=(*RANKS, "record.checkpoint_every=5")), random.Random(3)
+    process, sent, engines, last = run.start(), 0, set[int](), 0.0
+    said, begin = list[tuple[str, str]](), time.monotonic()
+    reading = threading.Thread(target=lambda: said.append(process.communicate()))
+    reading.start()
+    try:
+        while process.poll() is None and sent < 20 and time.monotonic() - begin < 300:
+            now = processes(run)
+            engines |= {pid for name, pid in now.items() if name.startswith("engine")}
+            ranks = [pid for name, pid in now.items() if name.startswith("trainer")]
+            if len(ranks) == 2 and time.monotonic() > last:
+                with suppress(ProcessLookupError):
+                    os.kill(rng.choice(ranks), rng.choice((signal.SIGKILL, signal.SIGSTOP)))
+                    sent += 1
+                last = time.monotonic() + rng.uniform(1.0, 6.0)
+            time.sleep(0.1)
+        alive = process.poll() is None
+        process.send_signal(signal.SIGINT)
+        reading.join(120)
+    finally:
+        for each in run.leftovers() if reading.is_alive() else ():
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGKILL)
+        reading.join(30)
+    assert sent == 20 and alive and process.returncode == 3, said  # stopped, and can go on
+    assert len(engines) == 1, "the engine's process is the one that the run began with"
+    assert len(events(run)) >= 15 and set(events(run)) == {"the trainer"}
+    run.check(complete=False)

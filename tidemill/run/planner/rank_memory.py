@@ -1,0 +1,41 @@
+"""Memory of one of several ranks, from that of a trainer of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tidemill.models.architecture import Architecture, parameters
+from tidemill.trainer.trainer_kinds import TrainerSettings
+
+if TYPE_CHECKING:
+    from tidemill.run.planner.memory_model import Held
+
+SPARES = 2  # layers that are gathered at the same time under zero3: one computes, the next one arrives
+
+
+def per_rank(held: list[Held], settings: TrainerSettings, models: list[Architecture]) -> list[Held]:
+    """The memory of each rank, if one rank alone holds `held`. models: those that are trained."""
+    if settings.ranks == 1:
+        return held
+    replicas = {"none": settings.ranks, "hsdp": settings.replicas}.get(settings.shard, 1)
+    shards, found = settings.ranks // replicas, []
+    for each in held:
+        if each.what.startswith("activations"):
+            found.append(each)
+        else:  # copies for others are divided among all ranks
+            found.append(replace(each, bytes=each.bytes // (settings.ranks if each.divided else shards)))
+    if shards > 1:
+        at_once = settings.shard == "zero2"
+        size = sum(_gathered(model, at_once) for model in models)
+        lever = "trainer.shard = 'zero3'" if at_once else "a smaller model"
+        of = "all weights" if at_once else "layers"
+        found.append(replace(held[0], what=f"{of} while gathered, with gradients", bytes=8 * size, lever=lever))
+    return found
+
+
+def _gathered(model: Architecture, at_once: bool) -> int:
+    """Weights that a rank holds whole during a pass."""
+    whole = parameters(model)
+    layer = (whole - parameters(replace(model, layers=1, windows=model.windows[:1]))) // max(model.layers - 1, 1)
+    return whole if at_once else whole - model.layers * layer + min(SPARES, model.layers) * layer
