@@ -74,7 +74,7 @@ def run(case, made):
     mine = [samples[i] for i in deal(samples, ranks.size)[ranks.rank]]
     how = {"checkpointing": case.get("checkpointing", False), "ranks": ranks}
     _, result = gradients(mine, policy, budget=40, losses=losses, critic=critic, **how)
-    ranks.reduce(parameters(policy, critic).values())
+    ranks.replica_sums(parameters(policy, critic), case.get("reduce", "float32")).add_up(1.0)
     found = {name: p.grad for name, p in parameters(policy, critic).items()}
     named, worst, where, missed, size = parameters(policy, critic), 0.0, "", 0.0, 0.0
     for name, whole in expected.items():

@@ -75,6 +75,10 @@ class BlockReader:
             except (OSError, SafetensorError, ValueError) as error:
                 raise CheckpointError(f"{file}: not readable ({error})") from None
 
+    @property
+    def names(self) -> Iterable[str]:
+        return self._held.keys()
+
     def _add(self, file: Path, name: str, header: Any, places: dict[str, tuple[tuple[int, ...], int]]) -> None:
         size, dtype = tuple(header.get_shape()), _DTYPES.get(header.get_dtype())
         if dtype is None:

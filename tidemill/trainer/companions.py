@@ -8,7 +8,6 @@ that is far off must not shorten the policy's step.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,8 +37,9 @@ class Critic:
         return Optimizer(self.model.trained, self._settings, self._updates)
 
     @property
-    def parameters(self) -> Collection[nn.Parameter]:
-        return self._optimizer.named.values()
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trained parameters, by their names in a checkpoint."""
+        return {_CRITIC + name: parameter for name, parameter in self._optimizer.named.items()}
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -96,6 +96,8 @@ class NativeTrainer:
         self._ranks = ranks or Ranks()
         self._ranks.shard(self.decoder, *(each for part in (self._reference, self._critic) if part for each in part.modules))
         self._optimizer = Optimizer(self.decoder, settings, steps)
+        trained = self._optimizer.named | (self._critic.parameters if self._critic is not None else {})
+        self._sums = self._ranks.replica_sums(trained, settings.reduce)
         self._exports = self._critic.model if self._critic is not None and scores else None
         self._kept = [each for each in (self._reference, self._critic) if each is not None]
         self._optimized = [each for each in (self._optimizer, self._critic) if each is not None]
@@ -110,7 +112,7 @@ class NativeTrainer:
         self._sender, self._source = sender, None if source is None else Path(source)
         self._offload, self._recorder = offload, Recorder(process)
         self._snapshot: Snapshot | None = None
-        room = Snapshot.room(self.decoder, self._optimizer, self._kept, self._ranks) if checkpoints else None
+        room = Snapshot.room(self.decoder, self._optimizer, self._kept, self._ranks, self._sums) if checkpoints else None
         self._room: Snapshot | None = room  # memory for the next snapshot
         self._copying: asyncio.Future[None] | None = None  # copy of the snapshot, beside calls that read the weights
         self._announced: _Announced | None = None  # the latest publication; None before the first, and after `load`
@@ -159,7 +161,7 @@ class NativeTrainer:
         """
 
         def run() -> Metrics:
-            self._ranks.reduce([*self._optimizer.named.values(), *(self._critic.parameters if self._critic else ())])
+            self._recorder.count("reduced_bytes", self._sums.add_up(scale))
             if self._critic is not None:
                 self._critic.check(scale)
             self._applied = self._optimizer.apply(scale)
@@ -219,7 +221,7 @@ class NativeTrainer:
 
         def run() -> Snapshot:
             room, self._snapshot, self._room = self._snapshot or self._room, None, None  # the first: it was never saved
-            return Snapshot.take(self.decoder, self._optimizer, self._kept, room, self._ranks)
+            return Snapshot.take(self.decoder, self._optimizer, self._kept, room, self._ranks, self._sums)
 
         await self._copied()
         self._snapshot = await self._do("snapshot", run, self.updates)
@@ -255,7 +257,8 @@ class NativeTrainer:
     async def load(self, folder: str) -> None:
         """Restore the trainer from `folder`. Raises CheckpointError, and changes nothing, if it does not fit."""
         await self._copied()
-        await self._do("load", lambda: load_checkpoint(Path(folder), self.decoder, self._optimizer, self._kept))
+        whole = self.decoder, self._optimizer, self._kept, self._sums
+        await self._do("load", lambda: load_checkpoint(Path(folder), *whole))
         self._announced = None
 
     async def export(self, folder: str) -> None:

@@ -16,16 +16,15 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tidemill.models.local_shards import local
 from tidemill.models.weight_slices import Slice
-from tidemill.trainer.replica_sums import add_up
+from tidemill.trainer.replica_sums import ReplicaSums
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,8 +49,9 @@ class Ranks:
         """
         yield parts
 
-    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Complete the gradients that passes have accumulated since the last update; before each update, once."""
+    def replica_sums(self, parameters: Mapping[str, nn.Parameter], kind: str) -> ReplicaSums:
+        """Sums of these parameters' gradients over replicas, which complete them before each update."""
+        return ReplicaSums(parameters)
 
     def own(self, blocks: Iterable[Slice]) -> Iterable[Slice]:
         """The blocks as this rank writes them for all, empty ones where others do: together, every element once."""
@@ -123,10 +123,8 @@ class ShardedRanks(Ranks):
             for part in sharded:
                 part.reshard()
 
-    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up the replicas' gradients."""
-        if self.replicas > 1:
-            add_up([_gradient(parameter) for parameter in parameters], self._mesh["replicas"].get_group())
+    def replica_sums(self, parameters: Mapping[str, nn.Parameter], kind: str) -> ReplicaSums:
+        return ReplicaSums(parameters, kind, self._mesh["replicas"].get_group(), self.replica, self.replicas)
 
     def own(self, blocks: Iterable[Slice]) -> Iterator[Slice]:
         for number, block in enumerate(blocks):
@@ -159,10 +157,3 @@ def _sharded(modules: Sequence[nn.Module]) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return list(dict.fromkeys(each for module in modules for each in module.modules() if isinstance(each, FSDPModule)))
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's rows of a gradient; zeros where there was none."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return local(parameter.grad)

@@ -5,7 +5,8 @@
     trainer.json                            format, updates done
 
 Of several ranks, each writes the rows that it holds, as `model-rank-1-of-2.safetensors` and `optimizer-rank-1-of-2...`
-(`models.block_files`). Any number of ranks can read either form.
+(`models.block_files`). Any number of ranks can read either form. Errors of narrow sums are `feedback.REPLICA.PARAMETER`; a
+checkpoint without any is read as one of zeros (`replica_sums`).
 
 `Snapshot` is a copy in host memory: training continues while it is made, up to the next update, and while it is written. The
 checkpoint's manifest and rename make its folder complete (`run/storage/`). Loading checks everything before it changes the
@@ -37,6 +38,7 @@ from tidemill.models.weight_slices import Slice
 from tidemill.trainer.moments import DecodedBlock
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.ranks import Ranks
+from tidemill.trainer.replica_sums import ReplicaSums
 
 FORMAT = 1
 _STEM, _STATE = "optimizer", "trainer.json"
@@ -66,7 +68,7 @@ class Snapshot:
     dtype: torch.dtype
     ranks: Ranks
     weights: list[Slice]  # by Hugging Face name
-    optimizer: list[Slice]  # both moments by parameter name, and the state of each `Kept`
+    optimizer: list[Slice]  # both moments by parameter name, the state of each `Kept`, and this replica's errors
     random: dict[str, Tensor]  # states of random generators
     updates: int
     left: list[tuple[Tensor, Slice]]  # still to be copied: tensors of this snapshot, and the trainer's blocks for them
@@ -79,19 +81,27 @@ class Snapshot:
         kept: Sequence[Kept] = (),
         room: Snapshot | None = None,
         ranks: Ranks | None = None,
+        sums: ReplicaSums | None = None,
     ) -> Snapshot:
-        """Begin a snapshot of weights, moments, random states and `kept`; `copy` completes it.
+        """Begin a snapshot of weights, moments, random states, `kept` and errors of `sums`; `copy` completes it.
 
         Until `copy` has returned, the trainer's tensors may be read but not changed. room: an unused snapshot whose memory
         is reused, because allocating memory takes longer than the copy."""
         state = [*optimizer.state(), *(block for each in kept for block in each.state())]
-        return cls._of(decoder, state, _random(), optimizer.done, room, ranks or Ranks())
+        return cls._of(decoder, state, _random(), optimizer.done, room, ranks or Ranks(), sums)
 
     @classmethod
-    def room(cls, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = (), ranks: Ranks | None = None) -> Snapshot:
+    def room(
+        cls,
+        decoder: Decoder,
+        optimizer: Optimizer,
+        kept: Sequence[Kept] = (),
+        ranks: Ranks | None = None,
+        sums: ReplicaSums | None = None,
+    ) -> Snapshot:
         """Allocate and touch the memory that `take` needs, so that a lack of it shows before training."""
         expected = [*optimizer.expected(1), *(block for each in kept for block in each.expected(1))]
-        found = cls._of(decoder, expected, {}, 0, None, ranks or Ranks())
+        found = cls._of(decoder, expected, {}, 0, None, ranks or Ranks(), sums)
         found.copy()
         return found
 
@@ -104,8 +114,9 @@ class Snapshot:
         updates: int,
         room: Snapshot | None,
         ranks: Ranks,
+        sums: ReplicaSums | None,
     ) -> Snapshot:
-        own, state = list(ranks.own(hf_blocks(decoder))), list(ranks.own(state))
+        own, state = list(ranks.own(hf_blocks(decoder))), [*ranks.own(state), *(sums.state() if sums else ())]
         weights, kept = _places(own, room.weights if room else ()), _places(state, room.optimizer if room else ())
         left = [(place.tensor, block) for place, block in zip([*weights, *kept], [*own, *state], strict=True)]
         return cls(decoder.arch, decoder.embed.weight.dtype, ranks, weights, kept, random, updates, left)
@@ -165,8 +176,8 @@ def _places(blocks: Iterable[Slice], room: Iterable[Slice]) -> list[Slice]:
     return [replace(block, tensor=known[block.name] if fits(block) else next(made)) for block in blocks]
 
 
-def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = ()) -> None:
-    """Restore decoder, optimizer, random states and `kept` to the moment of the snapshot.
+def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept], sums: ReplicaSums) -> None:
+    """Restore decoder, optimizer, random states, `kept` and `sums` to the moment of the snapshot.
 
     Any number of ranks may have written it, and each rank reads the rows that it holds. Raises CheckpointError, and changes
     nothing, when the folder does not fit.
@@ -179,8 +190,9 @@ def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: 
         raise CheckpointError(f"{files[0]}: the random state is missing")
     parts = [(each, each.expected(updates)) for each in kept]
     expected = [*optimizer.expected(updates), *(block for _, blocks in parts for block in blocks)]
-    reader.check(files[0], expected, random)
-    weights, tensors = _read_weights(folder, decoder), reader.read(expected)
+    errors = sums.saved(reader.names)
+    reader.check(files[0], [*expected, *(block for blocks in errors for block in blocks)], random)
+    weights, tensors, owed = _read_weights(folder, decoder), reader.read(expected), sums.owed(errors, reader.read)
     with torch.no_grad():
         for block, (_, saved) in zip(hf_blocks(decoder), hf_views(weights), strict=True):
             first = block.offset[0]
@@ -188,6 +200,7 @@ def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: 
     for each, blocks in parts:
         each.restore({block.name: tensors.pop(block.name) for block in blocks}, updates)
     optimizer.restore(tensors, updates)
+    sums.restore(owed)
     torch.set_rng_state(random[_CPU_RNG])
     if _CUDA_RNG in random and torch.cuda.is_available():
         torch.cuda.set_rng_state(random[_CUDA_RNG])

@@ -65,6 +65,11 @@ class TrainerSettings(BaseTrainerSettings):
         "gathered once a call; zero3: the same, gathered layer by layer; hsdp: replicas, each sharded as by zero3",
     )
     replicas: int = Field(default=2, ge=2, description="Replicas under shard = 'hsdp'. Each has ranks / replicas ranks")
+    reduce: Literal["float32", "bfloat16", "int8"] = Field(
+        default="float32",
+        description="Numbers in which replicas (shard = 'none', 'hsdp') send gradients to each other. bfloat16: half the "
+        "bytes; int8: a quarter. Both round sums, and pass the errors on to the next update",
+    )
     checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = Field(
         default=False,
         description="Recompute activations: less memory, a third more time. true: of all layers; 0.5: of half of them",
@@ -80,7 +85,8 @@ class TrainerSettings(BaseTrainerSettings):
     @property
     def exceptions(self) -> list[str]:
         rounded = "trainer.moments = 'int8': AdamW's moments are rounded to 8 bits after each update"
-        return [rounded] if self.moments == "int8" else []
+        summed = f"trainer.reduce = {self.reduce!r}: replicas round gradients and sums, and add the errors to the next ones"
+        return [rounded] * (self.moments == "int8") + [summed] * (self.reduce != "float32")
 
     @field_validator("shard", mode="before")
     @classmethod
@@ -92,6 +98,11 @@ class TrainerSettings(BaseTrainerSettings):
         if self.min_lr_ratio and self.schedule == "constant":
             raise ValueError(
                 "min_lr_ratio does not apply to schedule 'constant': choose 'linear' or 'cosine', or leave it out"
+            )
+        if self.reduce != "float32" and (self.ranks == 1 or self.shard not in ("none", "hsdp")):
+            raise ValueError(
+                f"reduce = {self.reduce!r} with ranks = {self.ranks} and shard = {self.shard!r}: it narrows sums over "
+                "replicas only; give at least 2 ranks and shard = 'none' or 'hsdp', or leave reduce out"
             )
         if self.shard == "hsdp" and (self.ranks % self.replicas or self.ranks == self.replicas):
             raise ValueError(
