@@ -398,6 +398,54 @@ FAULTS = [
         "        trained |= sample.advantages != 0\n",
         "trainer/test_native_trainer.py trainer/test_gradients.py",
     ),
+    Fault(
+        "what narrow sums have rounded away is forgotten",
+        "            _unpack(errors.mul_(scale)",
+        "            _unpack(errors.mul_(0.0)",
+        "trainer/test_replica_sums.py",
+    ),
+    Fault(
+        "the owner of a part forgets the error of its sum",
+        "        errors[self._replica] = total - decoded(mine, kind, dtype)\n",
+        "        errors[self._replica] = 0.0\n",
+        "trainer/test_replica_sums.py",
+    ),
+    Fault(
+        "errors do not know the scale of their update",
+        "gradients[name].add_(error, alpha=1 / scale)",
+        "gradients[name].add_(error)",
+        "trainer/test_replica_sums.py",
+    ),
+    Fault(
+        "each replica decodes its own sum, not the sent one",
+        "        _unpack(decoded(received, kind, dtype), bucket)\n",
+        "        _unpack(decoded(received, kind, dtype).index_copy_(0, torch.tensor([self._replica]), total[None]), bucket)\n",
+        "trainer/test_replica_sums.py",
+    ),
+    Fault(
+        "a broken gradient is rounded to a number",
+        "    return numbers.to(dtype) * scales.to(dtype)  #",
+        "    return numbers.to(dtype) * scales.to(dtype).nan_to_num(0.0, 0.0)  #",
+        "trainer/test_narrow_blocks.py trainer/test_replica_sums.py",
+    ),
+    Fault(
+        "other replicas than before forget what was owed",
+        "        for blocks in saved[self._replica :][:1] if same else saved if self._replica == 0 else []:\n",
+        "        for blocks in saved[self._replica :][:1]:\n",
+        "trainer/test_replica_sums.py",
+    ),
+    Fault(
+        "replicas take one another's errors",
+        "same, sums = self._narrow and len(saved) == self._replicas, list[Tensor]()",
+        "same, sums = False, list[Tensor]()",
+        "trainer/test_replica_sums.py",
+    ),
+    Fault(
+        "half of the bytes between replicas are not counted",
+        "        return others * (sent[0].nbytes + mine.nbytes)\n",
+        "        return others * sent[0].nbytes\n",
+        "trainer/test_replica_sums.py",
+    ),
     # what is recorded
     Fault(
         "a record's checksum is not looked at",

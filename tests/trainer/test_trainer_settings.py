@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from tidemill.core.config import build
+from tidemill.core.config import build, load
 from tidemill.core.errors import ConfigError
 from tidemill.trainer.trainer_kinds import TrainerSettings
 
@@ -22,6 +22,11 @@ from tidemill.trainer.trainer_kinds import TrainerSettings
 def test_what_cannot_be_meant_is_refused(tree, message):
     with pytest.raises(ConfigError, match=message):
         build(TrainerSettings, tree)
+
+
+def test_none_is_a_kind_of_sharding_on_a_command_line_too():
+    for given in ("shard=none", "shard='none'"):
+        assert load(TrainerSettings, [], [given]).shard == "none"
 
 
 def test_few_options_and_no_torch():

@@ -217,6 +217,9 @@ def test_it_tells_people(tidemill, tmp_path: Path):
         assert line in said, said
     absent = tidemill("explain", path, "model=nowhere", "max_lag=0")
     assert absent.code == 0 and "nowhere is no folder here" in absent.out and "synchronous" in absent.out
+    assert "exceptions" not in absent.out
+    narrow = tidemill("explain", path, "trainer.ranks=2", "trainer.shard=none", "trainer.reduce=int8").out
+    assert "exceptions     trainer.reduce = 'int8': replicas round gradients and sums" in narrow
     teacher = tidemill("explain", path, "algorithm.name=opd", "algorithm.reference.model=nowhere").out
     assert "the reference, whose folder is not here" in teacher and "distilled × 1" in teacher
 

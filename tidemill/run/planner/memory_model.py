@@ -219,11 +219,16 @@ def trainer_memory(
     if asked is not None and reference is not None and not config.placement.reference_engines:
         held.append(Held("reference", 4 * parameters(reference), "a smaller algorithm.reference.model"))
         moves = 4 * parameters(reference) if asked.every else 0
+    size = 0
     if critic is not None:  # without a head of its own
         size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
         held.append(Held("critic, its gradients and moments", 4 * size, "algorithm.critic.model = 'policy'"))
         moves += 3 * size
     held.append(Held("copy while a checkpoint is written", 3 * own + moves, smaller, host=True, divided=True))
+    if config.trainer.reduce != "float32":
+        lever = "trainer.reduce = 'float32'"
+        held.append(Held("errors of sums over replicas", own + size, lever))
+        held.append(Held("copy of these errors for a checkpoint", own + size, lever, host=True))
     if config.placement.sync.kind_name == "shared_memory":
         size = 2 * parameters(arch) * ITEM[config.trainer.serving_dtype]
         lever = "trainer.serving_dtype = 'bfloat16'" if config.trainer.serving_dtype == "float32" else ""
