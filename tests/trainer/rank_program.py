@@ -3,6 +3,7 @@
 python rank_program.py MEETING RANK SIZE      cases as JSON lines on stdin, for each a JSON line with the largest error
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -14,13 +15,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
+import torch.distributed
 from algorithm_cases import LONGEST, as_given, logprobs_of, played, prepared, settings
 from trainer_cases import LOSSES, batch, decoder, gradients, parameters, value_model
 
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.controller.trainer_group import deal
 from tidemill.models.local_shards import first_row, local
+from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.ranks import ShardedRanks
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 PRESETS = {
     "grpo": settings("grpo", reference={"kl": 0.3, "estimator": "k3"}, entropy=0.1),
@@ -90,6 +94,47 @@ def run(case, made):
     return {"error": (missed / size) ** 0.5, "worst": worst, "where": where, "rows": len(mine)}
 
 
+def resumed(case, made, folder):
+    """The largest difference of what ranks owe in all, saved by `shard` and loaded by `then`; and whether it moved."""
+    kind = {"lr": 0.01, "device": "cpu", "reduce": "int8"}
+
+    def trainer(shard):
+        ranks = made(shard, 2)
+        return NativeTrainer(decoder(), TrainerSettings(**kind, shard=shard, ranks=ranks.size), steps=4, ranks=ranks)
+
+    async def step(trainer):
+        await trainer.forward_backward(batch(trainer._ranks.rank), LOSSES)
+        await trainer.apply(1 / 50)
+
+    async def both():
+        before, after = trainer(case["shard"]), trainer(case["then"])
+        await step(before)
+        await before.snapshot()
+        torch.distributed.barrier()
+        await before.save(str(folder))
+        torch.distributed.barrier()
+        await after.load(str(folder))
+        owed, found = _owed(before), _owed(after)
+        error = max(float((found[name] - each).abs().max() / each.abs().max()) for name, each in owed.items())
+        pairs = zip(before._sums.state(), after._sums.state(), strict=True)
+        same = all(a.name == b.name and torch.equal(a.tensor, b.tensor) for a, b in pairs)
+        await step(after)  # it goes on
+        return {"error": error, "same": same}
+
+    return asyncio.run(both())
+
+
+def _owed(trainer):
+    """What all ranks owe, by parameter."""
+    found = {}
+    for block in trainer._sums.state():
+        whole, first = torch.zeros(block.shape), block.offset[0]
+        whole[first : first + len(block.tensor)] = block.tensor
+        torch.distributed.all_reduce(whole)
+        found[block.name.split(".", 2)[2]] = whole
+    return found
+
+
 def main():
     torch.set_num_threads(1)
     meeting, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -102,7 +147,8 @@ def main():
 
     for line in sys.stdin:
         case = json.loads(line)
-        print(json.dumps(run(case, made)), flush=True)
+        folder = Path(meeting).parent / "-".join(case.values()) if "then" in case else None
+        print(json.dumps(resumed(case, made, folder) if folder else run(case, made)), flush=True)
     os._exit(0)
 
 

@@ -91,3 +91,12 @@ def test_some_gradients_are_those_of_one_rank(answers, size, case):
 @pytest.mark.parametrize("size, case", [each for each in ALL if each not in FEW], ids=name)
 def test_every_gradient_is_that_of_one_rank(answers, size, case):
     check(answers, size, case)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [4])
+@pytest.mark.parametrize("case", [{"shard": "hsdp", "then": each} for each in ("hsdp", "none")], ids=name)
+def test_what_ranks_owe_moves_with_their_checkpoint(answers, size, case):
+    for answer in answers[size, name_of(case)]:
+        assert answer is not None and answer["error"] <= 1e-6
+        assert answer["same"] == (case["then"] == "hsdp")

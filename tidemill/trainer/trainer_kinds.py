@@ -61,8 +61,8 @@ class TrainerSettings(BaseTrainerSettings):
     max_grad_norm: float = Field(default=1.0, ge=0, description="Norm to which gradients are clipped. 0: not clipped")
     shard: Literal["none", "zero2", "zero3", "hsdp"] = Field(
         default="zero2",
-        description="Part that each of several ranks holds. none: all weights; zero2: a part of weights, gradients, moments, "
-        "gathered once a call; zero3: the same, gathered layer by layer; hsdp: replicas, each sharded as by zero3",
+        description="Part that each of several ranks holds. none: all weights; zero2: a share of weights, gradients and "
+        "moments, gathered once a call; zero3: the same, gathered layer by layer; hsdp: replicas, each sharded as by zero3",
     )
     replicas: int = Field(default=2, ge=2, description="Replicas under shard = 'hsdp'. Each has ranks / replicas ranks")
     reduce: Literal["float32", "bfloat16", "int8"] = Field(
