@@ -47,6 +47,7 @@ from tidemill.run.roles import build_engine, start_engine
 from tidemill.run.storage.model_folder import architecture_of, resolve_model
 from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.optimizer import Optimizer
+from tidemill.trainer.replica_sums import ReplicaSums
 from tidemill.trainer.trainer_checkpoint import Snapshot
 from tidemill.trainer.trainer_kinds import TrainerSettings
 
@@ -202,6 +203,17 @@ def test_a_trainer_holds_what_was_said(follows: bool):
     assert said["copy while a checkpoint is written"] == size(copied)
     assert said["two versions on their way to engines"] == said["weights"]  # two of half the size
     assert "reference" not in of(memory_model.trainer_memory(recipe("placement.sync.transport=checkpoint"), arch, None))
+
+
+def test_errors_of_sums_over_replicas_are_what_was_said():
+    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen2"])
+    config = recipe("trainer.ranks=2", "trainer.shard=none", "trainer.reduce=int8")
+    said, without = (of(memory_model.trainer_memory(each, arch, None)) for each in (config, recipe("trainer.ranks=2")))
+    sums = ReplicaSums(dict(empty_decoder(arch).named_parameters()), "int8", None, 0, 2)
+    held = size(block.tensor for block in sums.state())
+    assert said["errors of sums over replicas"] == held and "errors of sums over replicas" not in without
+    copied = "copy while a checkpoint is written"
+    assert said[copied] - of(memory_model.trainer_memory(recipe(), arch, None))[copied] == held
 
 
 @pytest.mark.parametrize("model", ["initial", "policy"])
