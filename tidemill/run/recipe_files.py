@@ -16,8 +16,8 @@ DATA = ("data", "eval_data")  # keys of an environment of rows
 MOST_TOLD = 5  # differences that the error names
 MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "profile", "record", "scoring", "supervise"})
 """Keys that may differ when a run is resumed. Any other would change the meaning of the recorded steps."""
-OF_RANKS = ("ranks", "shard", "replicas")
-"""Keys of the trainer that may differ, too: they change no result, but for the bits of sums."""
+OF_RANKS = ("ranks", "shard", "replicas", "reduce")
+"""Keys of the trainer that may differ, too: they change no result, but for the rounding of sums."""
 
 
 def found(config: S, folders: Sequence[Path]) -> S:

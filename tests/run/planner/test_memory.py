@@ -212,8 +212,6 @@ def test_errors_of_sums_over_replicas_are_what_was_said():
     sums = ReplicaSums(dict(empty_decoder(arch).named_parameters()), "int8", None, 0, 2)
     held = size(block.tensor for block in sums.state())
     assert said["errors of sums over replicas"] == held and "errors of sums over replicas" not in without
-    copied = "copy while a checkpoint is written"
-    assert said[copied] - of(memory_model.trainer_memory(recipe(), arch, None))[copied] == held
 
 
 @pytest.mark.parametrize("model", ["initial", "policy"])
