@@ -12,12 +12,14 @@ from torch import nn
 from trainer_cases import LOSSES, batch, decoder
 
 from tidemill.core.errors import CheckpointError, TrainingDiverged
+from tidemill.core.types import LossSpec
 from tidemill.trainer import replica_sums
 from tidemill.trainer.replica_sums import ReplicaSums
 from tidemill.trainer.trainer_kinds import TrainerSettings
 
 SHAPES = {"matrix": (70, 31), "vector": (5,), "one": (1,), "none": (0, 4), "whole": (2, 256)}
 NARROW = ("int8", "bfloat16")
+SUPERVISED = LossSpec("cross_entropy")
 HALF_STEP = {"int8": 1 / 254, "bfloat16": 1 / 256}  # of a block's largest magnitude
 
 
@@ -290,6 +292,22 @@ async def result_or_error(call):
         return await call
     except Exception as error:
         return error
+
+
+async def test_narrow_sums_learn_as_exact_ones_do():
+    losses = {}
+    for kind in ("float32", *NARROW):
+        them, found = replicas(kind), []
+        for _ in range(30):
+            results = await them.all(
+                lambda i, trainer: trainer.forward_backward(batch(i), {"policy": SUPERVISED, "supervised": SUPERVISED})
+            )
+            found.append(sum(each.metrics["loss"] for each in results))
+            await them.all(lambda i, trainer: trainer.apply(1 / 50))
+        losses[kind] = found
+    for kind in NARROW:
+        assert losses[kind][-1] < 0.7 * losses[kind][0]
+        assert abs(losses[kind][-1] - losses["float32"][-1]) < 0.02 * losses["float32"][0]
 
 
 @pytest.mark.parametrize(
