@@ -1130,4 +1130,16 @@ FAULTS = [
         "    return share > 0",
         "models/test_attention.py",
     ),
+    Fault(
+        "training on several devices is measured as if on one",
+        'record["devices/train"] * record.get("time/trainer/train", 0.0)',
+        'record.get("time/trainer/train", 0.0)',
+        "run/planner/test_device_plan.py",
+    ),
+    Fault(
+        "trainer and engines on one device do not take turns",
+        'or (placement.share == "auto" and devices.shared)',
+        'or (placement.share == "auto" and False)',
+        "run/planner/test_device_plan.py",
+    ),
 ]

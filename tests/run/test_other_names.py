@@ -58,6 +58,8 @@ def test_every_name_from_elsewhere_is_answered_and_documented():
         (["trainer.fsdp=true"], "unknown key 'trainer.fsdp': trainer.ranks says how many processes train together"),
         (["trainer=fsdp"], "trainer = 'fsdp': trainer.ranks says"),
         (["zero_stage=3"], "trainer.shard what each of them holds"),
+        (["trainer.n_gpus_per_node=8"], "unknown key 'trainer.n_gpus_per_node': every visible CUDA device is used"),
+        (["trainer.devices=[0]"], "unknown key 'trainer.devices'; here it is 'placement.devices'"),
         (["engine.tensor_parallel_size=2"], "unknown key 'engine.tensor_parallel_size': one engine on several devices"),
         (["inference.parallel.tp=8"], "one engine on several devices does not exist yet"),
         (["engine.kind=vllm"], "engine.kind = 'vllm': other engines (vLLM, SGLang) do not exist here yet"),

@@ -85,7 +85,8 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
     )
     if session.curriculum is None:  # from here on it is told of everything
         session.curriculum = remembered(curriculum_of(config, session.environment), ledger)
-    session.monitor.attach(cluster.trainer, cluster.pools, session.curriculum.figures)
+    curriculum, devices = session.curriculum, plan.devices.metrics()
+    session.monitor.attach(cluster.trainer, cluster.pools, lambda: {**curriculum.figures(), **devices})
     return Controller(
         _schedule(plan, point),
         _buffer(plan, point),

@@ -124,6 +124,10 @@ _SHARDS = (
     "trainer.ranks says how many processes train together, on one machine, and trainer.shard what each of them holds; "
     "several machines do not exist yet"
 )
+_DEVICES = (
+    "every visible CUDA device is used: CUDA_VISIBLE_DEVICES says which there are, and placement.devices which of them "
+    "train and which sample"
+)
 _PARALLEL = (
     "one engine on several devices does not exist yet: each engine has one device; placement.engines says how many there are"
 )
@@ -144,10 +148,10 @@ _MISSING = {
     "lora_dropout lora_name lora_target_modules target_modules",
     _SHARDS: "fsdp fsdp2 fsdp_config fsdp_size deepspeed zero zero_stage ranks shard shards sharding world_size "
     "num_processes ddp data_parallel data_parallel_size megatron context_parallel context_parallel_size sequence_parallel "
-    "sequence_parallel_size ulysses_sequence_parallel_size ring_attn_size n_gpus_per_node gpus num_gpus "
-    "actor_num_gpus_per_node actor_rollout_ref.actor.strategy trainer.devices",
+    "sequence_parallel_size ulysses_sequence_parallel_size ring_attn_size actor_rollout_ref.actor.strategy",
+    _DEVICES: "n_gpus_per_node gpus num_gpus gpu_ids actor_num_gpus_per_node ref_num_gpus_per_node colocate_all_models",
     _PARALLEL: "tensor_parallel tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size tp tp_size "
-    "pipeline_parallel_size pipeline_model_parallel_size pp pp_size expert_parallel_size ep ep_size engine.devices",
+    "pipeline_parallel_size pipeline_model_parallel_size pp pp_size expert_parallel_size ep ep_size",
     _ENGINES: "vllm sglang use_vllm vllm_mode vllm_config engine.name engine.backend rollout.name "
     "rollout.backend rollout.engine actor_rollout_ref.rollout.name actor_rollout_ref.rollout.mode",
     _MACHINES: "ray ray_kwargs slurm cluster nnodes nodes num_nodes hosts actor_num_nodes deployment.type",

@@ -26,7 +26,9 @@ PLACEMENTS.register("inline", _SETTINGS, "tidemill.run.placement_kinds:inline")
 class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
     """Processes of a run, their threads, and the transport of weights, for any placement."""
 
-    engines: int = Field(default=1, ge=1, description="Rollout engines. On several CUDA devices: see devices")
+    engines: int = Field(
+        default=1, ge=1, description="Rollout engines. Left out on several CUDA devices: one on each that does not train"
+    )
     devices: Literal["auto"] | dict[Literal["trainer", "engines"], tuple[int, ...]] = Field(
         default="auto",
         description="CUDA devices of each role, by number among those visible: { trainer = [0], engines = [1, 2] }. auto: "
@@ -41,7 +43,7 @@ class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
     stream: bool | Literal["auto"] = Field(
         default="auto",
         description="Begin a step with the groups that have finished, where the algorithm allows it. "
-        "auto: if trainer and engines have a core for each thread, or name different devices",
+        "auto: if trainer and engines have a core for each thread, or different devices",
     )
     share: Literal["auto", "sleep", "beside"] = Field(
         default="auto",

@@ -35,7 +35,13 @@ class BaseTrainerSettings(KindSettings, registry=TRAINERS):
         default="float32", description="Dtype of the weights sent to engines"
     )
     device: str = Field(default="auto", description="Device of the trainer. auto: cuda if there is one, else cpu")
-    ranks: int = Field(default=1, ge=1, le=1024, description="Processes that train together, each with a part of the rows")
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Processes that train together, each with a part of the rows. Left out on several CUDA devices: as many "
+        "as placement.devices leaves",
+    )
 
     @property
     def exceptions(self) -> list[str]:

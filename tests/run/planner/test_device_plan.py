@@ -19,7 +19,7 @@ from tidemill.models.new_model import SIZES, architecture
 from tidemill.run.cluster import start_cluster
 from tidemill.run.planner import device_rates
 from tidemill.run.planner.device_plan import DevicePlan, Given, given_in, place, resolved
-from tidemill.run.planner.device_rates import engine_role, planned_devices, trainer_role
+from tidemill.run.planner.device_rates import engine_role, measured, planned_devices, trainer_role
 from tidemill.run.planner.memory_model import Models, demands, processes, refusal
 from tidemill.run.planner.plan import plan_of, warm_up_plan
 from tidemill.run.preflight.probe_process import Preparation
@@ -325,11 +325,16 @@ def test_an_engine_that_joins_later_shares_a_device():
     assert found.of("reference", "reference-0") == "cuda:3"
 
 
-def test_a_trainer_on_devices_of_its_own_begins_early(monkeypatch: pytest.MonkeyPatch):
+def test_a_trainer_on_devices_of_its_own_begins_early_and_on_a_shared_one_takes_turns(monkeypatch: pytest.MonkeyPatch):
     config = recipe("placement.engines=3", "placement.trainer_threads=2", "placement.engine_threads=64")
-    for count, streams in ((0, False), (1, False), (8, True)):
+    for count, streams, turns in ((0, False, False), (1, False, True), (8, True, False)):
         fake_devices(monkeypatch, count)
-        assert plan_of(config, devices=planned(config)).streams is streams
+        plan = plan_of(config, devices=planned(config))
+        assert (plan.streams, plan.takes_turns) == (streams, turns)
+    fake_devices(monkeypatch, 1)
+    for override, turns in (("placement.share=beside", False), ("placement=inline", True)):
+        config = recipe(override)
+        assert plan_of(config, devices=planned(config)).takes_turns is turns
 
 
 # -- memory, and what the commands say ---------------------------------------------------------------------------------
@@ -479,6 +484,44 @@ def test_rates_never_rise_with_the_batch_and_memory_binds_where_it_is_short():
     assert engine_role(config.model_copy(update={"engine": kv}), arch, 900 * GIB).batch(1, 900 * GIB) == pytest.approx(
         5, abs=0.01
     )
+
+
+def records(run_dir: Path, *records: dict[str, Any] | str) -> None:
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n")
+
+
+def took(wall: float, train: float, *generate: float, devices: int = 2) -> dict[str, Any]:
+    engines = {f"time/engine-{n}/generate": share for n, share in enumerate(generate)}
+    waits = {
+        "time/engine-0/wait for trainer": 0.5,
+        "time/reference-0/score": 0.9,
+        "time/controller/train": 0.1,
+        "time/train": 0.4,
+    }
+    return {"time/step_s": wall, "time/trainer/train": train, "devices/train": devices, **engines, **waits}
+
+
+def test_a_run_that_goes_on_divides_devices_by_what_its_steps_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert measured(tmp_path / "none") is None
+    on_cpu = {key: value for key, value in took(9, 1, 1).items() if key != "devices/train"}
+    records(tmp_path, on_cpu, '{"time/step_s": 1, "dev', took(float("nan"), 1, 1) | {"time/step_s": None})
+    assert measured(tmp_path) is None
+    older = [took(100, 1, 1)] * 60
+    records(tmp_path, *older, *[took(10, 0.5, 0.25, 0.75)] * 25, *[took(30, 0.1, 0.5, 0.5)] * 25)
+    assert measured(tmp_path) == pytest.approx(((10 * 2 * 0.5 + 30 * 2 * 0.1) / 2, (10 * 1 + 30 * 1) / 2))
+    fake_devices(monkeypatch, 8)
+    records(tmp_path, took(10, 0.9, 0.3, 0.3))
+    found = planned(recipe(f"run_dir={tmp_path}"))
+    assert (len(found.trainer), len(found.engines)) == (6, 2)
+    assert (
+        "theta* = 0.25" in found.why and "a step took 18 s to train on one and 6 s to sample; 6 and 2 take 3 s" in found.why
+    )
+
+
+def test_each_step_records_its_devices():
+    assert DevicePlan(("cuda:0", "cuda:2"), ("cuda:1",)).metrics() == {"devices/train": 2, "devices/sample": 1}
+    assert DevicePlan(("",), ("",)).metrics() == {}
 
 
 def test_learning_given_replies_leaves_one_engine_for_evaluations(monkeypatch: pytest.MonkeyPatch):

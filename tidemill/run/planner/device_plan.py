@@ -42,6 +42,10 @@ class DevicePlan:
     def placed(self) -> bool:
         return any(self.trainer + self.engines)
 
+    def metrics(self) -> dict[str, float]:
+        """Devices of each role, for the record of a step: see `device_rates.measured`."""
+        return {"devices/train": len({*self.trainer}), "devices/sample": len({*self.engines})} if self.placed else {}
+
     def said(self) -> str:
         """The plan in words; "" if there was nothing to decide."""
         does = [("train", "", self.trainer), ("sample", "", self.engines), ("serve", " the reference", self.reference)]

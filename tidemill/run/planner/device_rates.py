@@ -1,14 +1,17 @@
-"""Estimated costs of trainer and engines on one device, and the device plan that follows on this machine.
+"""Costs of trainer and engines on one device, estimated or measured, and the device plan that follows on this machine.
 
-The split rule needs to know how the two costs compare. Speeds are those of this project's own trainer and engine on one H200
-(docs/performance.md), which the estimates meet to within a fifth. A reply counts as long as it may be. Prompts do not count:
-siblings share them, and tasks are not read for this.
+A run that goes on has measured both. Else the split rule needs to know how they compare. Speeds are then those of this
+project's own trainer and engine on one H200 (docs/performance.md), which the estimates meet to within a fifth. A reply
+counts as long as it may be. Prompts do not count: siblings share them, and tasks are not read for this.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -24,6 +27,7 @@ from tidemill.run.recipe import RunConfig
 FLOPS: Mapping[str, float] = {"float32": 4e13, "bfloat16": 4e14}  # a second
 BYTES = 4e12  # that are read a second
 LAYER_S = 6e-5  # seconds that a layer takes to pass however little it computes
+RECENT, RECENT_BYTES = 50, 1 << 20  # the last steps that are measured, and the end of metrics.jsonl that is read for them
 FORWARD, TRAINED = 2, 6  # operations for each weight and token: of a forward pass, and with its backward pass
 
 
@@ -35,20 +39,48 @@ def planned_devices(config: RunConfig, given: Given, models: Models) -> DevicePl
 
 def _by_rule(config: RunConfig, models: Models, devices: int, given: Given) -> tuple[int, int, str]:
     memory = min(free_memory(f"cuda:{n}") or 0 for n in range(devices))
-    trainer, engine = trainer_role(config, models), engine_role(config, models.policy, memory)
+    trainer, engine, samples = (
+        trainer_role(config, models),
+        engine_role(config, models.policy, memory),
+        plan_of(config).samples,
+    )
+    if (took := measured(config.run_dir)) is not None:
+        trainer, engine = (
+            replace(r, seconds=lambda _, s=s: s / samples) for r, s in zip((trainer, engine), took, strict=True)
+        )
     sample = given.engines or (1 if config.offline else None)  # engines of offline replies only evaluate
     found = split(
         devices,
         trainer,
         engine,
         memory=memory,
-        samples=plan_of(config).samples,
+        samples=samples,
         overlaps=config.max_lag > 0,
         train=given.ranks,
         sample=sample,
     )
-    why = f"given = {config.offline!r} samples nothing" if config.offline else in_words(found, trainer, engine, memory)
-    return found.train, found.sample, why
+    why = in_words(found, trainer, engine, memory, "takes about" if took is None else "took")
+    return found.train, found.sample, f"given = {config.offline!r} samples nothing" if config.offline else why
+
+
+def measured(run_dir: Path) -> tuple[float, float] | None:
+    """Device-seconds of a step's training and of its sampling, by a run's last steps on CUDA devices; None: it has none."""
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - RECENT_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    train, sample, steps = 0.0, 0.0, 0
+    for line in lines[-RECENT:]:
+        try:
+            record = json.loads(line)
+            wall, trained = record["time/step_s"], record["devices/train"] * record.get("time/trainer/train", 0.0)
+            sampled = sum(v for k, v in record.items() if k.startswith("time/engine-") and k.endswith("/generate"))
+            train, sample, steps = train + wall * trained, sample + wall * sampled, steps + 1
+        except (ValueError, KeyError, TypeError):
+            continue  # the rest of a long line, another kind of record, or a step on no device
+    return (train / steps, sample / steps) if train > 0 and sample > 0 else None
 
 
 def work(arch: Architecture, tokens: int) -> float:
@@ -116,13 +148,13 @@ def engine_role(config: RunConfig, arch: Architecture, memory: int) -> Role:
     return Role(seconds, settings.max_sequences, 0, under_way, batch_bytes=each * reply, device_bytes=max(own, kept))
 
 
-def in_words(found: Split, trainer: Role, engine: Role, memory: float) -> str:
+def in_words(found: Split, trainer: Role, engine: Role, memory: float, takes: str) -> str:
     """The reason for a split, for people."""
     if not found.fits:
         return "the trainer does not fit beside engines" if trainer.batch(found.train, memory) is None else "no engine fits"
     turns = "" if found.overlaps else ", in turns as max_lag = 0"
     said = [
-        f"theta* = {found.theta:.2f} of the devices would sample, as a step takes about {found.train_s:.3g} s to train on "
+        f"theta* = {found.theta:.2f} of the devices would sample, as a step {takes} {found.train_s:.3g} s to train on "
         f"one and {found.sample_s:.3g} s to sample{turns}; {found.train} and {found.sample} take {found.step_s:.3g} s"
     ]
     least = trainer.fewest(found.train, memory)
