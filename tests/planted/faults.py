@@ -993,8 +993,8 @@ FAULTS = [
     ),
     Fault(
         "every trainer device holds the whole state",
-        "        room = memory - self.device_bytes - self.state_bytes / devices",
-        "        room = memory - self.device_bytes - self.state_bytes",
+        "        room = memory - self.held(devices)",
+        "        room = memory - self.held(1)",
         "run/planner/test_split.py",
     ),
     Fault(

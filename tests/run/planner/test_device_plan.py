@@ -20,7 +20,7 @@ from tidemill.run.cluster import start_cluster
 from tidemill.run.planner import device_rates
 from tidemill.run.planner.device_plan import DevicePlan, Given, given_in, place, resolved
 from tidemill.run.planner.device_rates import engine_role, measured, planned_devices, trainer_role
-from tidemill.run.planner.memory_model import Models, demands, processes, refusal
+from tidemill.run.planner.memory_model import Held, Models, demands, processes, refusal
 from tidemill.run.planner.plan import plan_of, warm_up_plan
 from tidemill.run.preflight.probe_process import Preparation
 from tidemill.run.recipe import RunConfig, load_recipe
@@ -484,6 +484,23 @@ def test_rates_never_rise_with_the_batch_and_memory_binds_where_it_is_short():
     assert engine_role(config.model_copy(update={"engine": kv}), arch, 900 * GIB).batch(1, 900 * GIB) == pytest.approx(
         5, abs=0.01
     )
+
+
+def test_a_trainer_has_as_many_devices_as_hold_its_state(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the memory model says of so many ranks counts; theta* alone would have one train here."""
+    fake_devices(monkeypatch, 8)
+    config = recipe()
+    assert len(planned(config).trainer) == 1
+
+    def held(config: RunConfig, *_: object) -> list[Held]:
+        return [Held("state", 10 * GIB + 200 * GIB // config.trainer.ranks), Held("copy", 900 * GIB, host=True)]
+
+    monkeypatch.setattr(device_rates, "trainer_memory", held)
+    found = planned(config)
+    assert len(found.trainer) == 3 and found.why.endswith("the trainer's memory needs 3 of them")
+    assert planned(recipe("trainer.ranks=2")).why == "the trainer does not fit beside engines"
+    fake_devices(monkeypatch, 8, free=20 * GIB)
+    assert planned(config).why == "the trainer does not fit beside engines"
 
 
 def records(run_dir: Path, *records: dict[str, Any] | str) -> None:

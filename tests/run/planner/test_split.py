@@ -36,7 +36,7 @@ def sampled(random: Random, *, state: bool = False, under_way: bool = False) -> 
     each, own, held = random.randint(0, 5), random.randint(0, 12), random.randint(0, 60) if state else 0
     least = random.choice([1, 1, size])
     there = random.randint(1, 40) if under_way else math.inf
-    role = Role(lambda b: table[int(b) - 1] if b >= 1 else table[0] / b, size, least, there, each, own, held)
+    role = Role(lambda b: table[int(b) - 1] if b >= 1 else table[0] / b, size, least, there, each, lambda n: own + held / n)
     return Sampled(role, table, each, own, held, kind == "falling")
 
 
@@ -152,6 +152,6 @@ def test_of_equal_splits_the_one_with_the_fewest_trainer_devices():
 
 
 def test_the_fewest_devices_that_hold_a_state():
-    role = Role(lambda b: 1.0, most=4, least=4, batch_bytes=2, device_bytes=10, state_bytes=90)
+    role = Role(lambda b: 1.0, most=4, least=4, batch_bytes=2, held=lambda n: 10 + 90 / n)
     assert role.fewest(9, memory=48) == 3 and role.fewest(2, memory=48) is None and role.fewest(99, memory=17) is None
     assert role.batch(3, 48) == 4

@@ -45,8 +45,10 @@ def _by_rule(config: RunConfig, models: Models, devices: int, given: Given) -> t
         plan_of(config).samples,
     )
     if (took := measured(config.run_dir)) is not None:
+        train_s, sample_s = took
         trainer, engine = (
-            replace(r, seconds=lambda _, s=s: s / samples) for r, s in zip((trainer, engine), took, strict=True)
+            replace(trainer, seconds=lambda _: train_s / samples),
+            replace(engine, seconds=lambda _: sample_s / samples),
         )
     sample = given.engines or (1 if config.offline else None)  # engines of offline replies only evaluate
     found = split(
@@ -59,8 +61,12 @@ def _by_rule(config: RunConfig, models: Models, devices: int, given: Given) -> t
         train=given.ranks,
         sample=sample,
     )
+    if config.offline:
+        return found.train, found.sample, f"given = {config.offline!r} samples nothing"
+    least = None if given.ranks else trainer.fewest(found.train, memory)
     why = in_words(found, trainer, engine, memory, "takes about" if took is None else "took")
-    return found.train, found.sample, f"given = {config.offline!r} samples nothing" if config.offline else why
+    needs = f"; the trainer's memory needs {least} of them" if least is not None and least > 1 else ""
+    return found.train, found.sample, why + needs
 
 
 def measured(run_dir: Path) -> tuple[float, float] | None:
@@ -106,14 +112,11 @@ def trainer_role(config: RunConfig, models: Models) -> Role:
         operations += (trained + FORWARD) * work(models.critic or models.policy, reply)
     tokens = reply * plan.step_rows / plan.samples  # for each sample
     least = 3 * models.policy.layers * LAYER_S  # seconds of a micro-batch, forward and backward
-    few, many = (_held(config, models, ranks) for ranks in (2, 4))
-    state = 4 * (few - many)  # what ranks divide among them; a single rank holds less than both, as it gathers nothing
     return Role(
         lambda batch: tokens * (operations / FLOPS[settings.dtype] + least / batch),
         most=settings.micro_batch_tokens,
         under_way=reply * plan.step_rows,
-        device_bytes=few - state // 2,
-        state_bytes=state,
+        held=partial(_held, config, models),
     )
 
 
@@ -143,9 +146,9 @@ def engine_role(config: RunConfig, arch: Architecture, memory: int) -> Role:
     if settings.kv_memory_mb is not None:
         kv = settings.kv_memory_mb << 20
         most = min(settings.max_sequences, kv / (each * reply))
-        return Role(seconds, most=most, under_way=under_way, device_bytes=own + kv)
+        return Role(seconds, most=most, under_way=under_way, held=lambda _: own + kv)
     kept = memory - SHARE_OF_FREE_MEMORY["cuda"] * max(0, memory - own)  # all that is no KV cache
-    return Role(seconds, settings.max_sequences, 0, under_way, batch_bytes=each * reply, device_bytes=max(own, kept))
+    return Role(seconds, settings.max_sequences, 0, under_way, batch_bytes=each * reply, held=lambda _: max(own, kept))
 
 
 def in_words(found: Split, trainer: Role, engine: Role, memory: float, takes: str) -> str:
@@ -157,9 +160,6 @@ def in_words(found: Split, trainer: Role, engine: Role, memory: float, takes: st
         f"theta* = {found.theta:.2f} of the devices would sample, as a step {takes} {found.train_s:.3g} s to train on "
         f"one and {found.sample_s:.3g} s to sample{turns}; {found.train} and {found.sample} take {found.step_s:.3g} s"
     ]
-    least = trainer.fewest(found.train, memory)
-    if least is not None and least > 1:
-        said.append(f"the trainer's memory needs {least} of them")
     holds, asked = engine.batch(found.sample, memory), engine.asked(found.sample)
     if holds is not None and holds < 0.99 * asked:
         said.append(f"an engine's memory holds {holds:.0f} of {asked:.0f} sequences")

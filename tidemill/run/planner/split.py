@@ -19,8 +19,8 @@ does not hold both largest batches together. Where no limit binds, or larger bat
 
 Assumed: work is divided evenly and nothing else takes time; samples of earlier versions may be trained on, so that both
 roles always have work (`overlaps`); what a role holds on a device does not depend on how many devices the role has. The last
-one fails where the trainer's state is divided among its ranks (`Role.state_bytes`), as in turns all devices share it.
-`split` counts that exactly for each whole number, but the theorem does not cover it.
+one fails where ranks divide the trainer's state among them, as in turns all devices would. `split` counts that exactly for
+each whole number (`Role.held`), but the theorem does not cover it.
 
 Devices come in whole numbers: `split` takes the number whose step is shortest. While rates do not depend on it, it is one
 of the two beside theta* G; no step is shorter than B/G * (eta_t + eta_g), and the best is at most G / (G - 2) times as long.
@@ -43,12 +43,11 @@ class Role:
     least: float = 0.0  # the smallest batch that a device can work with, if there is as much
     under_way: float = math.inf  # units there are at a time, which the role's devices divide
     batch_bytes: float = 0.0  # of each unit of a batch
-    device_bytes: float = 0.0  # on every device, whatever its batch
-    state_bytes: float = 0.0  # which the role's devices divide
+    held: Callable[[int], float] = lambda _: 0.0  # other bytes on each device, by the number of the role's devices
 
     def batch(self, devices: int, memory: float) -> float | None:
         """The largest batch of each of so many devices with `memory` bytes; None: the role does not fit."""
-        room = memory - self.device_bytes - self.state_bytes / devices
+        room = memory - self.held(devices)
         if room < 0:
             return None
         asked = self.asked(devices)
