@@ -149,7 +149,7 @@ _MISSING = {
     _SHARDS: "fsdp fsdp2 fsdp_config fsdp_size deepspeed zero zero_stage ranks shard shards sharding world_size "
     "num_processes ddp data_parallel data_parallel_size megatron context_parallel context_parallel_size sequence_parallel "
     "sequence_parallel_size ulysses_sequence_parallel_size ring_attn_size actor_rollout_ref.actor.strategy",
-    _DEVICES: "n_gpus_per_node gpus num_gpus gpu_ids actor_num_gpus_per_node ref_num_gpus_per_node colocate_all_models",
+    _DEVICES: "n_gpus_per_node gpus num_gpus gpu_ids actor_num_gpus_per_node ref_num_gpus_per_node",
     _PARALLEL: "tensor_parallel tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size tp tp_size "
     "pipeline_parallel_size pipeline_model_parallel_size pp pp_size expert_parallel_size ep ep_size",
     _ENGINES: "vllm sglang use_vllm vllm_mode vllm_config engine.name engine.backend rollout.name "

@@ -455,6 +455,7 @@ def test_the_estimate_of_a_trainer_is_that_of_the_benchmarks(size: str, seconds:
     ("overrides", "factor"),
     [
         (("trainer.checkpointing=true",), 8 / 6),
+        (("trainer.checkpointing=0.5",), 7 / 6),
         (("algorithm.old_logprobs=recompute",), 8 / 6),
         (REFERENCE, 8 / 6),
         ((*REFERENCE, "placement.reference_engines=1"), 1),

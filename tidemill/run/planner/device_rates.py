@@ -103,7 +103,7 @@ def trainer_role(config: RunConfig, models: Models) -> Role:
         config.rollout.max_tokens,
     )
     once = work(models.policy, reply)
-    trained = TRAINED + (FORWARD if getattr(settings, "checkpointing", False) else 0)
+    trained = TRAINED + FORWARD * float(getattr(settings, "checkpointing", 0))  # of a share of the layers
     operations = trained * max(each.updates.epochs for each in algorithms) * once
     operations += FORWARD * once * any(each.recomputes for each in algorithms)
     if models.reference is not None and not config.placement.reference_engines:
