@@ -21,10 +21,13 @@ from trainer_cases import LOSSES, batch, decoder, gradients, parameters, value_m
 
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.controller.trainer_group import deal
+from tidemill.core.types import Version
 from tidemill.models.local_shards import first_row, local
+from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.ranks import ShardedRanks
+from tidemill.trainer.ranks import Ranks, ShardedRanks
 from tidemill.trainer.trainer_kinds import TrainerSettings
+from tidemill.weight_sync.shared_memory_transport import SharedMemorySender
 
 PRESETS = {
     "grpo": settings("grpo", reference={"kl": 0.3, "estimator": "k3"}, entropy=0.1),
@@ -135,6 +138,43 @@ def _owed(trainer):
     return found
 
 
+def act(case, made, size):
+    """The metrics of what a trainer, one of several ranks or the only one, does in turn."""
+    ranks = made(case["shard"], case.get("replicas", 2)) if size > 1 else None
+    settings = TrainerSettings(lr=0.01, weight_decay=0.1, micro_batch_tokens=60, device="cpu", ranks=size)
+    model = decoder(seed=case.get("seed", 0), tie_word_embeddings=case.get("tied", True))
+    reference, critic = Reference(decoder(seed=3), every=1, decay=0.9), Critic(value_model(), settings, 9)
+    sender = SharedMemorySender(Path(case["folder"]), partial=size > 1)
+    trainer = NativeTrainer(model, settings, steps=9, reference=reference, critic=critic, sender=sender, ranks=ranks)
+    answers = []
+
+    async def everything():
+        for verb, what in case["do"]:
+            if verb == "step":
+                mine = deal(samples := batch(what), size)[ranks.rank if ranks else 0]
+                result = await trainer.forward_backward([samples[i] for i in mine], LOSSES)
+                answers.append({"tokens": result.metrics["tokens"], **await trainer.apply(1 / 50)})
+            elif verb == "save":
+                await trainer.snapshot()
+                await trainer.save(what)
+            elif verb == "load":
+                await trainer.load(what)
+            elif verb == "export":
+                await trainer.export(what)
+            elif verb == "publish":
+                update = await trainer.publish(Version(what))
+                answers.append({"fingerprint": update.version.fingerprint, "bytes": update.bytes})
+            elif verb == "held":
+                kept = [*trainer.decoder.parameters(), *reference.decoder.parameters(), *critic.parameters]
+                moments = [block.tensor for part in (trainer._optimizer, critic._optimizer) for block in part.state()]
+                answers.append({"bytes": sum(local(each).nbytes for each in [*kept, *moments])})
+
+    asyncio.run(everything())
+    trainer._ranks = Ranks()  # the next case's trainer meets the others, too
+    asyncio.run(trainer.close())
+    return {"answers": answers}
+
+
 def main():
     torch.set_num_threads(1)
     meeting, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -147,8 +187,13 @@ def main():
 
     for line in sys.stdin:
         case = json.loads(line)
-        folder = Path(meeting).parent / "-".join(case.values()) if "then" in case else None
-        print(json.dumps(resumed(case, made, folder) if folder else run(case, made)), flush=True)
+        if "do" in case:
+            answer = act(case, made, size)
+        elif "then" in case:
+            answer = resumed(case, made, Path(meeting).parent / "-".join(case.values()))
+        else:
+            answer = run(case, made)
+        print(json.dumps(answer), flush=True)
     os._exit(0)
 
 

@@ -1,11 +1,7 @@
 """Gradients of several ranks, each a process, equal those of one (I6)."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from rank_processes import together
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 WITHIN = {"float64": 1e-12, "float32": 2e-6}
@@ -49,25 +45,6 @@ def answers(request, tmp_path_factory):
         for case, each in zip(asked, together(tmp_path_factory.mktemp(f"ranks-{size}"), size, asked), strict=True):
             found[size, name_of(case)] = each
     return found
-
-
-def together(folder, size, asked):
-    """The answers of all ranks to each case; None from one that ended before."""
-    command = [sys.executable, str(Path(__file__).parent / "rank_program.py"), str(folder / "meeting")]
-    (folder / "cases").write_text("".join(json.dumps(case) + "\n" for case in asked))
-    processes = []
-    try:
-        for rank in range(size):
-            with open(folder / "cases") as given, open(folder / f"out-{rank}", "w") as out:
-                processes.append(subprocess.Popen([*command, str(rank), str(size)], stdin=given, stdout=out))
-        for process in processes:
-            process.wait(timeout=900)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(timeout=30)
-    lines = [(folder / f"out-{rank}").read_text().splitlines() for rank in range(size)]
-    return [[json.loads(each[i]) if i < len(each) else None for each in lines] for i in range(len(asked))]
 
 
 def check(answers, size, case):
