@@ -1142,4 +1142,40 @@ FAULTS = [
         'or (placement.share == "auto" and False)',
         "run/planner/test_device_plan.py",
     ),
+    Fault(
+        "ranks average their gradients",
+        "                part.set_gradient_divide_factor(1.0)\n",
+        "",
+        "trainer/test_ranks.py",
+    ),
+    Fault(
+        "a rank with fewer micro-batches than others does not wait for them",
+        "mine = [*parts, *[idle] * ((1 if self._at_once else most) - len(parts))]",
+        "mine = [*parts, *[idle] * (1 - len(parts))]",
+        "trainer/test_ranks.py",
+    ),
+    Fault(
+        "an attempt's rows are dealt to several ranks",
+        "attempts = _units(samples, lambda i, s: (s.group, s.attempt) if s.group >= 0 else (-1, i))",
+        "attempts = _units(samples, lambda i, s: i)",
+        "controller/test_trainer_group.py",
+    ),
+    Fault(
+        "an error of one rank leaves the others waiting",
+        "if len(failed) < len(answers) or isinstance(cause, PeerLost):",
+        "if isinstance(cause, PeerLost):",
+        "controller/test_trainer_group.py",
+    ),
+    Fault(
+        "a checkpoint without the part of one rank is read",
+        "    if missing := [name for name in names if name not in found]:",
+        "    if missing := [name for name in names[:1] if name not in found]:",
+        "trainer/test_rank_checkpoints.py",
+    ),
+    Fault(
+        "a rank reads its rows from a wrong place",
+        "piece = tensors.get_slice(block.name)[begin - first : end - first]",
+        "piece = tensors.get_slice(block.name)[: end - begin]",
+        "trainer/test_rank_checkpoints.py",
+    ),
 ]

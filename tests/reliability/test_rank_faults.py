@@ -89,3 +89,23 @@ def test_ranks_that_end_at_any_moment(tmp_path: Path) -> None:
     assert len(engines) == 1, "the engine's process is the one that the run began with"
     assert len(events(run)) >= 15 and set(events(run)) == {"the trainer"}
     run.check(complete=False)
+
+
+@pytest.mark.ranks
+def test_two_ranks_repeat_a_deterministic_run_to_the_bit(tmp_path: Path) -> None:
+    """Also when they are killed; and the first step's gradient has the norm of one rank's."""
+
+    def trained(name: str, ranks: int, faults: str = "", *overrides: str) -> tuple[bytes, float]:
+        given = (f"trainer.ranks={ranks}", "supervise.resume=true", *overrides)
+        run = Run(tmp_path / name, steps=7, deterministic=True, overrides=given)
+        ended = run.train(faults, limit_s=180)
+        assert ended.status == 0, ended.errors
+        assert set(run.happened()) == set(faults.split())
+        run.check()
+        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        return run.weights(), next(line["train/grad_norm"] for line in lines if "train/grad_norm" in line)
+
+    (alone, norm), (two, same) = trained("one", 1), trained("two", 2)
+    assert same == pytest.approx(norm, rel=1e-5) and alone != two
+    assert trained("killed", 2, "trainer-1:apply:3:kill trainer:train:5:kill")[0] == two
+    assert trained("zero3", 2, "", "trainer.shard=zero3")[1] == pytest.approx(norm, rel=1e-5)

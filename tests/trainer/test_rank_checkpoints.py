@@ -121,10 +121,15 @@ def test_all_ranks_announce_the_fingerprint_of_their_weights(saved):
 
 
 @pytest.mark.ranks
-def test_each_rank_holds_its_share(saved):
-    _, answers = saved
-    held = {size: max(answer["answers"][3]["bytes"] for answer in answers[size]) for size in SIZES}
-    assert held[2] <= 0.52 * held[1] and held[4] <= 0.52 * held[1]  # hsdp: two replicas
+def test_each_of_four_ranks_holds_a_quarter(tmp_path):
+    """Weights of policy, reference and critic, and both moments, between two steps under ZeRO-3."""
+
+    def held(size):
+        case = {"shard": "zero3", "folder": str(tmp_path), "do": [["step", 0], ["held", 0]]}
+        (answers,) = together(tmp_path, size, [case])
+        return max(answer["answers"][1]["bytes"] for answer in answers)
+
+    assert held(4) <= 0.27 * held(1)
 
 
 def rewrite(file, change):

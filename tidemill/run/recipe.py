@@ -136,10 +136,21 @@ class RunConfig(Config):
                 f"algorithm = {self.algorithm.name!r} applies to no group: every environment has its own; leave it out"
             )
         for conflict in chain(
-            self._data_conflicts(), self._offline_conflicts(), self._window_conflicts(), self._reference_conflicts()
+            self._rank_conflicts(),
+            self._data_conflicts(),
+            self._offline_conflicts(),
+            self._window_conflicts(),
+            self._reference_conflicts(),
         ):
             raise ValueError(conflict)
         return self
+
+    def _rank_conflicts(self) -> Iterator[str]:
+        if self.trainer.ranks > 1 and self.placement.kind_name == "inline":
+            yield (
+                f"placement.kind = 'inline' has one process, and trainer.ranks = {self.trainer.ranks} need one each: set "
+                "placement.kind = 'local', or trainer.ranks = 1"
+            )
 
     def _data_conflicts(self) -> Iterator[str]:
         replay, groups = self.data.replay, self.rollout.groups
