@@ -71,6 +71,17 @@ async def test_one_rank_reads_what_several_wrote(tmp_path, ranks):
         assert one.name == two.name and torch.equal(one.tensor, two.tensor)
 
 
+async def test_a_rank_reads_its_own_rows_wherever_they_lie(tmp_path):
+    name = "exp_avg.layers.0.qkv.weight"
+    await written(tmp_path / "c")
+    whole = load_file(tmp_path / "c" / "optimizer.safetensors")[name]
+    parted(tmp_path / "c", 3)
+    reader = BlockReader(rank_files(tmp_path / "c", "optimizer"))
+    for first, end in ((0, len(whole)), (1, 2), (3, 25), (len(whole) - 1, len(whole)), (5, 5)):
+        block = Slice(name, tuple(whole.shape), (first, 0), torch.empty(end - first, whole.shape[1]))
+        assert torch.equal(reader.read([block])[name], whole[first:end]), (first, end)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Checkpoints by 1, 2 and 4 ranks after two steps, what each becomes by a third, and what each number of ranks reads."""
