@@ -1,4 +1,4 @@
-"""Gradients and updates by one or several ranks, through their processes. See `harness.py`. A request is a number of steps."""
+"""Gradients and updates by one or several ranks, in their processes. See `harness.py`. A request is a number of steps."""
 
 from __future__ import annotations
 
