@@ -76,6 +76,8 @@ class Process:
         """Take the time of a call, and die at its beginning or in its middle if that was planned."""
         world, seconds = self.world, SECONDS[name]
         world.calls[name] += 1
+        if world.turns and name in ("load", "forward_backward", "apply"):
+            assert not any(cast(Any, engine).awake.is_set() for engine in world.pool.engines), "both use the device"
         dies = (name, world.calls[name]) in world.deaths
         for share in (0.0, 0.5, 0.5):
             if dies and (share or world.rng.random() < 0.3):
@@ -201,6 +203,7 @@ class World:
     times: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()  # seconds at which an engine is lost
     turns: bool = False  # trainer and engines share a device
+    replays: bool = False  # each step trains a group of the step before once more
     calls: Counter[str] = field(default_factory=Counter)
     processes: list[Process] = field(default_factory=list)
     disk: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -259,7 +262,7 @@ class World:
         return [Sample(t.tokens, t.mask, t.logprobs, t.versions, zeros, ones, group=group_id) for group_id, t in rows]
 
     def prepare(self, groups: list[Group], step: int, rows: list[Sample], logprobs: object) -> PreparedStep:
-        self.lags += [step - (group.oldest or 0) for group in groups]
+        self.lags += [step - (group.oldest or 0) for group in groups[: self.batch]]
         return PreparedStep(list(rows), {}, [Update(list(rows), 1.0)], {})
 
     # observer
@@ -341,6 +344,7 @@ class World:
             cast(Any, Observing(self)),
             Hooks(evaluate, checkpoint, agree, None, process.ends, restart),
             turns=DeviceTurns(trainer, self.pool) if self.turns else DeviceTurns(),
+            again=lambda step: [ledger.load(ledger.groups_of(step - 1)[-1])] if self.replays and step else [],
         )
         replacing = [asyncio.ensure_future(self.replace(at)) for at in self.losses]
         for at in self.times:
@@ -360,9 +364,9 @@ class World:
     def check(self, ledger: SqliteLedger) -> None:
         counts, last = ledger.counts(), self.processes[-1]
         assert counts.conserved and counts.trained == self.steps * self.batch and counts.pending == 0
-        assert [[group for group, *_ in groups] for groups in last.weights] == [
-            ledger.groups_of(step) for step in range(self.steps)
-        ]
+        trained = [[group_id for group_id, *_ in groups] for groups in last.weights]
+        assert trained == [ledger.groups_of(step) + ledger.trained_again(step) for step in range(self.steps)]
+        assert not self.replays or sum(map(len, trained)) == self.steps * (self.batch + 1) - 1
         assert min(self.lags) >= 0 and max(self.lags) <= self.max_lag
         sampled = sum(t.sampled for group_id in ledger.recorded() for t in ledger.load(group_id).trajectories)
         if not self.losses:
@@ -433,6 +437,7 @@ def test_lost_at_any_time(seed):
     times = tuple(sorted([rng.uniform(0, 40), *(rng.uniform(0, 150) for _ in range(rng.choice([0, 1, 3, 7])))]))
     losses = tuple(rng.uniform(0, 80) for _ in range(rng.choice([0, 0, 1, 3])))
     settings["turns"] = rng.random() < 0.3
+    settings["replays"] = stream == 0 and rng.random() < 0.3
     if settings["turns"]:
         stream, losses = 0, ()
     world = lived(World(exact=exact, rounding=not exact, stream=stream, times=times, losses=losses, **settings))

@@ -153,6 +153,18 @@ FAULTS = [
         "controller/test_supervision.py controller/test_trainer_lost.py",
     ),
     Fault(
+        "engines that were being woken as the trainer was lost keep the device",
+        "                self._all_asleep = False  # also if this is cut off\n                await self._all(lambda engine: engine.wake())\n",
+        "                await self._all(lambda engine: engine.wake())\n                self._all_asleep = False\n",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
+        "a new trainer starts on a device that the engines use",
+        "            await self.turns.trainer()\n            self.incarnation",
+        "            self.incarnation",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
         "an engine that finds the weights gone ends the run",
         "                    if not self._withdrawn:\n                        raise",
         "                    raise",

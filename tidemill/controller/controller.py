@@ -147,7 +147,7 @@ class Controller:
         if served is not None and served.key not in self.versions:  # some engines may have committed it, and sample from it
             self.versions[served.key] = served
             self.ledger.publish(served)
-        with self.timeline.phase("restart"):
+        with self.timeline.phase("restart"), waiting("the trainer", "its restart"):
             await self.turns.of_new_trainer()
             self.incarnation, self._saved = await self.hooks.restart(lost, self.step)
         self._saving = None

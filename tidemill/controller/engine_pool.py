@@ -79,6 +79,7 @@ class EnginePool:
         self._published: WeightUpdate | None = None
         self._asleep_since: float | None = None  # by the event loop's clock; None: awake
         self._slept = 0.0  # seconds, in sleeps that are over
+        self._all_asleep = False
         self._withdrawn = False  # its weights are gone: members join with the next version
         self.context = 0  # tokens that every engine that serves can hold; the last known figure while none does
         self._tell()
@@ -140,13 +141,16 @@ class EnginePool:
         async with self._committing:
             if self._asleep_since is None:
                 self._asleep_since = asyncio.get_running_loop().time()
+            if not self._all_asleep:
                 weights = self._published is not None  # otherwise there is nothing to read them from again
                 await self._all(lambda engine: engine.sleep(weights))
+                self._all_asleep = True
 
     async def wake(self) -> None:
         """Wake the members. They go on with the version in force, and with what they were asked before."""
         async with self._committing:
             if self._asleep_since is not None:
+                self._all_asleep = False  # also if this is cut off
                 await self._all(lambda engine: engine.wake())
                 self._slept, self._asleep_since = self.slept_s(), None
 
