@@ -183,6 +183,7 @@ class Engine:
         self.expect_life()
         if not self.held:
             await self._read(self.source)
+        await asyncio.sleep(self.world.rng.uniform(0, 5))
         self.awake.set()
 
 
