@@ -160,7 +160,7 @@ FAULTS = [
     ),
     Fault(
         "a new trainer starts on a device that the engines use",
-        "            await self.turns.trainer()\n            self.incarnation",
+        "            await self.turns.of_new_trainer()\n            self.incarnation",
         "            self.incarnation",
         "controller/test_trainer_lost.py",
     ),
