@@ -204,6 +204,9 @@ class World:
     times: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()  # seconds at which an engine is lost
     turns: bool = False  # trainer and engines share a device
+    at_finish: tuple[int, int] | None = (
+        None  # the trainer is lost so many rounds of the event loop after this group finishes
+    )
     replays: bool = False  # each step trains a group of the step before once more
     calls: Counter[str] = field(default_factory=Counter)
     processes: list[Process] = field(default_factory=list)
@@ -243,11 +246,19 @@ class World:
         self.engines[place] = new = self.engine(old.name)
         await self.pool.join(self.member(new))
 
+    def lose_after(self, rounds: int) -> None:
+        if rounds:
+            asyncio.get_running_loop().call_soon(self.lose_after, rounds - 1)
+        else:
+            self.processes[-1].kill("died")
+
     # roller
     async def rollout(self, group_id: int, task: Task) -> Group:
         rng = random.Random(f"{self.seed} {group_id}")
         seconds = rng.uniform(1, 20)
         stamps = await self.pool.run(lambda route: cast(Any, route.generate(cast(Any, seconds))))
+        if self.at_finish is not None and group_id == self.at_finish[0]:
+            self.lose_after(self.at_finish[1])
         steps, zeros = np.array([v.step for v in stamps], np.int32), np.zeros(TOKENS, np.float32)
         reward, sources = Score(float(rng.random() < 0.8)), tuple(dict.fromkeys(stamps))
         mask = np.ones(TOKENS, bool)
@@ -444,6 +455,13 @@ def test_lost_at_any_time(seed):
     world = lived(World(exact=exact, rounding=not exact, stream=stream, times=times, losses=losses, **settings))
     assert len(world.processes) > 1
     assert not exact or world.processes[-1].bits == undisturbed(**settings).bits
+
+
+@pytest.mark.parametrize("rounds", range(10))
+def test_lost_as_a_group_is_taken(rounds):
+    """It is in the buffer, or among the groups of the next step; never between."""
+    world = lived(World(max_lag=0, at_finish=(7, rounds)))
+    assert len(world.processes) == 2
 
 
 def test_lost_twice_in_a_row_and_while_steps_are_trained_again():

@@ -81,6 +81,12 @@ FAULTS = [
         "controller/test_trainer_lost.py",
     ),
     Fault(
+        "a group that is taken as the trainer is lost is in no step",
+        "        self._taken.append(await self.buffer.take(places))",
+        "        group = await self.buffer.take(places)\n        await asyncio.sleep(0)\n        self._taken.append(group)",
+        "controller/test_trainer_lost.py",
+    ),
+    Fault(
         "a step that a lost trainer had begun is begun again",
         "        if self._again is not None:  #",
         "        if step < 0 and self._again is not None:  #",

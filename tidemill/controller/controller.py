@@ -125,9 +125,8 @@ class Controller:
         if not self._workers:  # nothing is sampled before the engines serve what this run published
             with self.timeline.phase("publication"):
                 await asyncio.wait({publishing})  # bounded: its calls have deadlines
-            rollouts = [self._rollout_forever() for _ in range(self.buffer.slots)]
-            self._workers += [tasks.create_task(work, name=f"rollout-{i}") for i, work in enumerate(rollouts)]
-            self._workers += [tasks.create_task(self._restore(each)) for each in self.restored]
+            works = [*(self._rollout_forever() for _ in range(self.buffer.slots)), *map(self._restore, self.restored)]
+            self._workers += [tasks.create_task(work, name=f"rollout-{i}") for i, work in enumerate(works)]
         await self._train(tasks, own, publishing)
         for worker in self._workers:
             worker.cancel()
@@ -310,12 +309,10 @@ class Controller:
         tokens = sum(map(computed_tokens, groups)) if stream else 0
         while left := self.buffer.batch - len(groups):
             with self.timeline.phase("rollouts"):
-                group = await self._take(left if stream else 1)
-                if group is None:
+                if not await self._take(left if stream else 1):
                     return None
-                groups.append(group)
                 if stream:
-                    tokens += computed_tokens(group)
+                    tokens += computed_tokens(groups[-1])
             if stream and tokens >= stream and left > 1 and not self.buffer.takeable(left - 1):
                 part, tokens = groups[len(begun.groups) :], 0
                 await self._expect_fresh(step, part, (), publishing)
@@ -323,20 +320,23 @@ class Controller:
                     await begun.add(self.trainer, self.algorithm, part, step)
         return groups, begun
 
-    async def _take(self, places: int) -> Group | None:
-        """Take one group of a step, or None when the run was asked to stop."""
-        if self.buffer.takeable(places):
-            return None if self._stopping.is_set() else await self.buffer.take(places)
-        taking = asyncio.ensure_future(self.buffer.take(places))
+    async def _take(self, places: int) -> bool:
+        """Take one more group of the next step; False when the run was asked to stop."""
+        if self._stopping.is_set():
+            return False
+        taking = asyncio.ensure_future(self._take_next(places))
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             with waiting("the rollouts", "a step's groups"):
                 # bounded: episodes and judging have limits
                 await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return None if stopping.done() else taking.result()
+            return not stopping.done()
         finally:
             taking.cancel()
             stopping.cancel()
+
+    async def _take_next(self, places: int) -> None:
+        self._taken.append(await self.buffer.take(places))  # at once: the loss of the trainer cannot come in between
 
     async def _publish(self, step: int) -> list[Version]:
         """Publish weights `step` of every policy, release the slots of the step that made them, and evaluate if due.
