@@ -500,8 +500,16 @@ def test_a_trainer_has_as_many_devices_as_hold_its_state(monkeypatch: pytest.Mon
     found = planned(config)
     assert len(found.trainer) == 3 and found.why.endswith("the trainer's memory needs 3 of them")
     assert planned(recipe("trainer.ranks=2")).why == "the trainer does not fit beside engines"
-    fake_devices(monkeypatch, 8, free=20 * GIB)
-    assert planned(config).why == "the trainer does not fit beside engines"
+
+
+def test_what_does_not_fit_is_divided_as_if_it_did(monkeypatch: pytest.MonkeyPatch):
+    """So that the check of memory names what would help at these numbers."""
+    fake_devices(monkeypatch, 8, free=40 * GIB)
+    config, models = recipe(*NARROW), Models(qwen3("8B"))
+    found = planned_devices(config, given_in(config), models)
+    assert found.why == "the trainer does not fit beside engines" and len(found.trainer) > 1
+    refused = refusal(processes(config, models, 0, found))
+    assert refused is not None and "trainer.shard = 'zero3'" in refused.helps
 
 
 def records(run_dir: Path, *records: dict[str, Any] | str) -> None:

@@ -8,6 +8,7 @@ counts as long as it may be. Prompts do not count: siblings share them, and task
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -51,16 +52,10 @@ def _by_rule(config: RunConfig, models: Models, devices: int, given: Given) -> t
             replace(engine, seconds=lambda _: sample_s / samples),
         )
     sample = given.engines or (1 if config.offline else None)  # engines of offline replies only evaluate
-    found = split(
-        devices,
-        trainer,
-        engine,
-        memory=memory,
-        samples=samples,
-        overlaps=config.max_lag > 0,
-        train=given.ranks,
-        sample=sample,
-    )
+    numbers = {"samples": samples, "overlaps": config.max_lag > 0, "train": given.ranks, "sample": sample}
+    found = split(devices, trainer, engine, memory=memory, **numbers)
+    if not found.fits:  # the check of memory will say what would help at these numbers
+        found = split(devices, trainer, engine, memory=math.inf, **numbers)
     if config.offline:
         return found.train, found.sample, f"given = {config.offline!r} samples nothing"
     least = None if given.ranks else trainer.fewest(found.train, memory)
@@ -153,7 +148,7 @@ def engine_role(config: RunConfig, arch: Architecture, memory: int) -> Role:
 
 def in_words(found: Split, trainer: Role, engine: Role, memory: float, takes: str) -> str:
     """The reason for a split, for people."""
-    if not found.fits:
+    if trainer.batch(found.train, memory) is None or engine.batch(found.sample, memory) is None:
         return "the trainer does not fit beside engines" if trainer.batch(found.train, memory) is None else "no engine fits"
     turns = "" if found.overlaps else ", in turns as max_lag = 0"
     said = [
