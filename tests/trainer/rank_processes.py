@@ -18,7 +18,7 @@ def together(folder, size, asked):
             with open(folder / "cases") as given, open(folder / f"out-{rank}", "w") as out:
                 processes.append(subprocess.Popen([*command, str(rank), str(size)], stdin=given, stdout=out))
         for process in processes:
-            process.wait(timeout=900)
+            process.wait(timeout=60 + 10 * len(asked))
     finally:
         for process in processes:
             process.kill()
