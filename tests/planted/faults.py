@@ -1060,7 +1060,7 @@ FAULTS = [
     ),
     Fault(
         "weights are given back that cannot come again",
-        "        if weights:\n            self._updates.expect_remembered()\n",
+        "        if weights:\n            self._updates.expect_updates()\n",
         "",
         "engine/native/test_sleep.py",
     ),
@@ -1090,8 +1090,8 @@ FAULTS = [
     ),
     Fault(
         "memory of engines on devices of their own adds up",
-        "            sum(p.devices.count(device) * h.bytes for p in found for h in p.held if not h.lazy),",
-        "            sum(p.count * h.bytes for p in found if device in p.devices for h in p.held if not h.lazy),",
+        "                sizes[held.turn] += process.devices.count(device) * held.bytes",
+        "                sizes[held.turn] += process.count * held.bytes",
         "run/planner/test_device_plan.py",
     ),
     Fault(
@@ -1195,5 +1195,29 @@ FAULTS = [
         "piece = tensors.get_slice(block.name)[begin - first : end - first]",
         "piece = tensors.get_slice(block.name)[: end - begin]",
         "trainer/test_rank_checkpoints.py",
+    ),
+    Fault(
+        "8-bit moments are predicted without their scales",
+        "(BLOCK + 4) for n in sizes)",
+        "(BLOCK // 2) for n in sizes)",
+        "run/planner/test_memory_settings.py",
+    ),
+    Fault(
+        "in turns a device has to hold both",
+        '    return sizes[""] + max(sizes[TRAINER], sizes[ENGINES])',
+        '    return sizes[""] + sizes[TRAINER] + sizes[ENGINES]',
+        "run/planner/test_memory_settings.py",
+    ),
+    Fault(
+        "a change that is not enough is proposed",
+        "    yield from (text for text, *_ in alone)",
+        "    yield from (text for text, *_ in known)",
+        "run/planner/test_memory_settings.py",
+    ),
+    Fault(
+        "an engine that takes turns has room for two versions",
+        "_spare_of(serving.decoder, pack) if spare else None",
+        "_spare_of(serving.decoder, pack)",
+        "run/planner/test_memory_settings.py",
     ),
 ]

@@ -142,8 +142,7 @@ class EnginePool:
             if self._asleep_since is None:
                 self._asleep_since = asyncio.get_running_loop().time()
             if not self._all_asleep:
-                weights = self._published is not None  # otherwise there is nothing to read them from again
-                await self._all(lambda engine: engine.sleep(weights))
+                await self._all(lambda engine: engine.sleep(weights=True))
                 self._all_asleep = True
 
     async def wake(self) -> None:
@@ -291,7 +290,7 @@ class EnginePool:
                     return False
                 self._expect(member, served, self._published)
             if self._asleep_since is not None:
-                await member.engine.sleep(self._published is not None)
+                await member.engine.sleep(weights=True)
             return True
 
     async def _update(self, member: Member, published: WeightUpdate) -> None:

@@ -95,7 +95,7 @@ class Engine(Sampler, Protocol):
 
         An update under way is waited for, and with in_flight = "finish" all sequences in flight, too. Otherwise these are
         kept, and prefilled again after `wake`. Calls that come meanwhile wait for `wake`; updates are taken at once. What
-        the prefix cache held is lost. Raises ValueError, and gives nothing back, when it could not get the weights again.
+        the prefix cache held is lost. Raises ValueError, and gives nothing back, when no update could bring weights again.
         """
         ...
 
@@ -103,7 +103,7 @@ class Engine(Sampler, Protocol):
         """Take the memory again and go on. Does nothing in an engine that is awake.
 
         Without an update since its weights were given back, it reads the last one again. It raises PolicyMismatch, and
-        sleeps on, if that is gone: it then needs a newer one first.
+        sleeps on, if there was none or that is gone: it then needs one first.
         """
         ...
 

@@ -50,6 +50,7 @@ class EngineSpec(Config):
     engine: BaseEngineSettings
     transport: str | None = None  # source of new weights; None: the engine is never updated
     cached_versions: int = 2  # recent versions whose prefix cache may still be found
+    sleeps: bool = False  # it sleeps before each update, so it needs no memory for weights beside those it serves
     core_share: CoreShare | None = None  # None: its cores are its own
     profile: Path | None = None  # folder for `operator_profiler`
 

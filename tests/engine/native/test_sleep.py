@@ -128,12 +128,18 @@ async def test_pages_of_retired_versions_are_not_counted_as_lost():
 
 
 async def test_weights_that_could_not_come_back_are_kept():
+    never_updated = engine()
+    with pytest.raises(ValueError, match="was built without a receiver"):
+        await never_updated.sleep(weights=True)
+    assert never_updated._cache is not None and never_updated._updates.weights.held
+    await never_updated.close()
     receiver = MemoryReceiver()
     under_test = engine(receiver=receiver)
-    with pytest.raises(ValueError, match="has had no update"):
-        await under_test.sleep(weights=True)
-    assert under_test._cache is not None and under_test._updates.weights.held
+    await under_test.sleep(weights=True)
+    with pytest.raises(PolicyMismatch, match="has had no update since: update it first"):
+        await under_test.wake()
     await under_test.update(receiver.publish(1, decoder(seed=1)))
+    assert under_test._updates._staging._spare is None
     await under_test.sleep(weights=True)
     receiver.corrupt = True
     with pytest.raises(PolicyMismatch):

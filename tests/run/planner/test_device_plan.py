@@ -20,7 +20,9 @@ from tidemill.run.cluster import start_cluster
 from tidemill.run.planner import device_rates
 from tidemill.run.planner.device_plan import DevicePlan, Given, given_in, place, resolved
 from tidemill.run.planner.device_rates import engine_role, measured, planned_devices, trainer_role
-from tidemill.run.planner.memory_model import Held, Models, demands, processes, refusal
+from tidemill.run.planner.held_memory import Held
+from tidemill.run.planner.memory_check import refusal
+from tidemill.run.planner.memory_model import Models, demands, processes
 from tidemill.run.planner.plan import plan_of, warm_up_plan
 from tidemill.run.preflight.probe_process import Preparation
 from tidemill.run.recipe import RunConfig, load_recipe

@@ -13,7 +13,8 @@ from tidemill.cli.commands.screen import print_json
 from tidemill.core.errors import ConfigError
 from tidemill.run.hub_names import fetched
 from tidemill.run.planner.device_plan import in_a_row
-from tidemill.run.planner.memory_model import ONE_MACHINE, in_words
+from tidemill.run.planner.memory_check import ONE_MACHINE
+from tidemill.run.planner.memory_model import in_words
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.storage.model_folder import expect_readable
 

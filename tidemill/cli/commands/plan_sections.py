@@ -22,8 +22,10 @@ from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSett
 from tidemill.models.architecture import Architecture, parameters
 from tidemill.run.planner.device_plan import DevicePlan, given_in, in_a_row
 from tidemill.run.planner.device_rates import planned_devices
-from tidemill.run.planner.memory_model import Models, demands, in_words, processes, refusal, row_tokens, trainer_lanes
+from tidemill.run.planner.memory_check import advised, refusal
+from tidemill.run.planner.memory_model import Models, demands, in_words, processes, row_tokens
 from tidemill.run.planner.plan import RunPlan, plan_of
+from tidemill.run.planner.trainer_memory import trainer_lanes
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of, check_companions, expect_model
 
@@ -138,7 +140,7 @@ def _memory(plan: RunPlan, arch: Architecture, complete: bool) -> dict[str, Any]
         check_companions(config.reference, config.critic, config.model)
     free = free_memory(plan.devices.engines[0] or device_of(config.engine.device))
     found, context = processes(config, models, 0, devices), row_tokens(config.engine, arch, free)
-    refused = refusal(found)
+    refused = advised(config, models, 0, devices)
     return {
         "model": shown(config.model),
         **{"parameters": parameters(arch), "context": context},
@@ -146,7 +148,7 @@ def _memory(plan: RunPlan, arch: Architecture, complete: bool) -> dict[str, Any]
         "devices": {device: asdict(demand) for device, demand in demands(found).items()},
         "refused": "" if refused is None else str(refused),
         "too_large": "" if refused is None else refused.too_large,
-        "helps": [] if refused is None else [*refused.helps],
+        "helps": [] if refused is None else [*(f"it would fit with {each}" for each in refused.fits), *refused.helps],
         "refused_at_context": refusal(processes(config, models, context, devices))
         is not None,  # with the longest possible row
         "without_reference": config.reference is not None and models.reference is None,

@@ -27,4 +27,5 @@ def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> NativeEn
         eos_ids=stop_ids(None, decoder.arch, generation_config(spec.model)),
         cores=cores,
         cached_versions=spec.cached_versions,
+        spare=not spec.sleeps,
     )

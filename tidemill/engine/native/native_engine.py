@@ -72,12 +72,14 @@ class NativeEngine:
         eos_ids: tuple[int, ...],
         cores: Cores | None = None,
         cached_versions: int = 2,
+        spare: bool = True,
     ) -> None:
         """Serve `decoder`, which is cast and moved as `settings` say and belongs to the engine from now on.
 
         receiver: source of updates; None for an engine that is never updated. eos_ids: end a completion unless its
         parameters say `ignore_eos`. cores: taken before each step. cached_versions: how many recent versions keep their
-        prefix cache; an episode between two turns still has KV of the version it began with.
+        prefix cache; an episode between two turns still has KV of the version it began with. spare: take the memory of the
+        next version's weights now.
         """
         self.name, self.settings, self.eos_ids = name, settings, eos_ids
         device = device_of(settings.device)
@@ -93,7 +95,7 @@ class NativeEngine:
         weights = serve(decoder, version, pack)
         if settings.batch_invariant:
             check_machine(weights, settings.page_size)
-        staging = None if receiver is None else Staging(receiver, weights, pack)
+        staging = None if receiver is None else Staging(receiver, weights, pack, spare)
         self._pages = pages_of(settings, self._arch, device)
         blocks = BlockManager(self._pages, settings.page_size, settings.prefix_cache)
         self._scheduler = Scheduler(
@@ -161,7 +163,7 @@ class NativeEngine:
     async def sleep(self, weights: bool = False) -> None:
         self._check_alive()
         if weights:
-            self._updates.expect_remembered()
+            self._updates.expect_updates()
         async with self._updates.one_at_a_time:  # bounded: by an update, and the caller's deadline
             await self._updates.between_steps(self._fall_asleep)
             if weights:

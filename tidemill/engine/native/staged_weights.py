@@ -84,10 +84,11 @@ class Staging:
     The result of a stage is served until `retire` gives the old decoder back.
     """
 
-    def __init__(self, receiver: Receiver, serving: Weights, pack: bool) -> None:
+    def __init__(self, receiver: Receiver, serving: Weights, pack: bool, spare: bool = True) -> None:
+        """spare: allocate the spare decoder now; otherwise the first stage does."""
         self._receiver, self._pack = receiver, pack
         self.takes = UpdateSupport(several_parts=True).both(receiver.takes)
-        self._spare: Decoder | None = _spare_of(serving.decoder, pack)
+        self._spare: Decoder | None = _spare_of(serving.decoder, pack) if spare else None
         weight, self._arch = serving.decoder.embed.weight, serving.decoder.arch
         self._device, self._dtype = weight.device, weight.dtype
         self._uploads = Uploads(self._device) if self._device.type == "cuda" else None

@@ -91,17 +91,19 @@ class WeightUpdater:
             return self.weights.version
 
     async def remember(self, fail: Callable[[Exception], None]) -> None:
-        """Read the latest update again if `forget` freed its weights. Raises PolicyMismatch when it is gone."""
-        if not self.weights.held:
-            assert self._latest is not None
-            await self.update(self._latest, fail)
-
-    def expect_remembered(self) -> None:
-        """Raise ValueError if the weights could not be read again once they are freed."""
+        """Read the latest update again if `forget` freed its weights. Raises PolicyMismatch when there is none any more."""
+        if self.weights.held:
+            return
         if self._latest is None:
+            raise PolicyMismatch(f"engine {self._name} gave its weights back and has had no update since: update it first")
+        await self.update(self._latest, fail)
+
+    def expect_updates(self) -> None:
+        """Raise ValueError if no update can bring weights that were freed."""
+        if self._staging is None:
             raise ValueError(
-                f"sleep(weights=True): engine {self._name} has had no update that it could read its weights from again; "
-                "update it first, or let it keep them"
+                f"sleep(weights=True): engine {self._name} was built without a receiver, so it could get no weights again; "
+                "let it keep them"
             )
 
     def forget(self) -> None:

@@ -20,9 +20,11 @@ from tidemill.engine.native.cache_size import SHARE_OF_FREE_MEMORY, free_memory,
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.architecture import Architecture, matrices
 from tidemill.run.planner.device_plan import DevicePlan, Given, place
-from tidemill.run.planner.memory_model import ITEM, Models, engine_memory, trainer_memory
+from tidemill.run.planner.held_memory import ITEM
+from tidemill.run.planner.memory_model import Models, engine_memory
 from tidemill.run.planner.plan import plan_of
 from tidemill.run.planner.split import Role, Split, split
+from tidemill.run.planner.trainer_memory import trainer_memory
 from tidemill.run.recipe import RunConfig
 
 FLOPS: Mapping[str, float] = {"float32": 4e13, "bfloat16": 4e14}  # a second

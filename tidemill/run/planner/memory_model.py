@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from tidemill.algorithms.algorithm_settings import begins_as
-from tidemill.core.errors import ConfigError
 from tidemill.engine.engine_kinds import BaseEngineSettings
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.native.engine_settings import EngineSettings
@@ -21,35 +20,17 @@ from tidemill.engine.native.paged_attention import GATHER_BYTES, MOST_PAIRS
 from tidemill.models.architecture import Architecture, matrices, parameters
 from tidemill.models.kernels.cpu.bindings import BLOCK, STEP, Native
 from tidemill.models.kernels.library import native
-from tidemill.models.logprobs import chunk_rows
-from tidemill.models.trained_linear import MIXES, floats_are_quicker, pairs_are_ours, prepares_sizes
-from tidemill.run.planner.device_plan import DevicePlan, as_configured, resolved
-from tidemill.run.planner.plan import RunPlan, plan_of, warm_up_plan
-from tidemill.run.planner.rank_memory import per_rank
+from tidemill.models.trained_linear import MIXES
+from tidemill.run.planner.device_plan import ENGINES, TRAINER, DevicePlan, as_configured, resolved
+from tidemill.run.planner.held_memory import ITEM, Held
+from tidemill.run.planner.plan import plan_of
+from tidemill.run.planner.trainer_memory import trainer_memory
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of
-from tidemill.trainer.micro_batches import filled
-from tidemill.trainer.parallel_micro_batches import lanes_for
-from tidemill.trainer.trainer_kinds import TrainerSettings
 
 MIB, GIB = 2**20, 2**30
-ONE_MACHINE = "This machine is the end: a run on several does not exist yet"
-ITEM = {"float32": 4, "bfloat16": 2}  # bytes of a number
 ATTEMPT = 5 << 10  # bytes of an attempt under way in the controller: its coroutines, calls and record, without its tokens
 PYTHON = 16 << 20  # bytes of Python and torch that a process does not share: its heap, and pages that it wrote to
-AUTOCAST = 0.8  # upper bound of kept bytes relative to float32: norms and attention stay in float32 on CPU
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """An amount of one process's memory, and its use."""
-
-    what: str
-    bytes: int
-    lever: str = ""  # the change that would lower it
-    lazy: bool = False  # grows with use, and is sized by the free memory
-    host: bool = False  # in the machine's own memory, wherever the process computes
-    divided: bool = False  # several ranks divide it among all of them, whatever else each holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +83,10 @@ def processes(config: RunConfig, models: Models, longest: int = 0, devices: Devi
         )
     )
     free = free_memory(sampling[0][0])
-    held = trainer_memory(config, models.policy, models.reference, models.critic, longest)
+    turns = plan_of(config, devices=devices).takes_turns
+    held = trainer_memory(config, models.policy, models.reference, models.critic, longest, turns)
     found = _processes("trainer", learning, held, "" if own else None)
-    count, held = placement.engines, engine_memory(config.engine, models.policy, free)
+    count, held = placement.engines, engine_memory(config.engine, models.policy, free, turns=turns)
     found += _processes("engine", sampling[0], held, f"fewer placement.engines (now {count:,})" if own else None)
     if models.reference is not None and (count := placement.reference_engines):
         held = engine_memory(config.engine, models.reference, free, updated=False)
@@ -130,12 +112,6 @@ def _processes(name: str, devices: Sequence[str], held: list[Held], lever: str |
     return [Process(name, (*devices,), [h for h in held if not h.host]), *([host] if host.held else [])]
 
 
-def check_memory(config: RunConfig, policy: Architecture, longest: int = 0, devices: DevicePlan | None = None) -> None:
-    """Raise ConfigError, with advice, if a run needs more than is free on a device."""
-    if why := refusal(processes(config, Models.of(config, policy), longest, devices)):
-        raise ConfigError(str(why))
-
-
 @dataclass(frozen=True, slots=True)
 class Demand:
     """Bytes that a run needs on one device. free: None if this machine lacks the device."""
@@ -146,53 +122,18 @@ class Demand:
 
 
 def demands(found: Sequence[Process]) -> dict[str, Demand]:
-    return {
-        device: Demand(
-            sum(p.devices.count(device) * h.bytes for p in found for h in p.held if not h.lazy),
-            sum(p.devices.count(device) * p.bytes for p in found),
-            free_memory(device),
-        )
-        for device in dict.fromkeys(device for p in found for device in p.devices)
-    }
+    devices = dict.fromkeys(device for p in found for device in p.devices)
+    return {each: Demand(_needed(found, each, False), _needed(found, each, True), free_memory(each)) for each in devices}
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRefusal:
-    """The reason why a run cannot fit, and the settings that would help, the best first."""
-
-    too_large: str
-    helps: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        first = f". What takes the most first: {'; '.join(self.helps)}. {ONE_MACHINE}" if self.helps else ""
-        return f"{self.too_large}{first}"
-
-
-def refusal(found: Sequence[Process]) -> MemoryRefusal | None:
-    """The first reason why these processes do not fit, or None."""
-    for device, demand in demands(found).items():
-        if demand.free is None:
-            names = " and ".join(p.name for p in found if device in p.devices)
-            return MemoryRefusal(
-                f"{names} on {device!r}: no such device is visible here; set trainer.device and engine.device to 'auto', "
-                "which takes what there is, or to 'cpu'"
-            )
-        if demand.needed <= demand.free:
-            continue
-        parts = [(p.devices.count(device), p, h) for p in found if device in p.devices for h in p.held if not h.lazy]
-        parts.sort(key=lambda part: -part[0] * part[2].bytes)
-        count, process, most = parts[0]
-        levers = [h.lever for _, _, h in parts if h.lever]
-        return MemoryRefusal(
-            f"this recipe needs {in_words(demand.needed)} of memory on {device}, and {in_words(demand.free)} is free; the "
-            f"most is {in_words(count * most.bytes)} of {_owner(process, count)}: {most.what}",
-            tuple([*dict.fromkeys(levers)][:3]),
-        )
-    return None
-
-
-def _owner(process: Process, count: int) -> str:
-    return f"the {process.name}" if count == 1 else f"{count:,} {process.name}s"
+def _needed(found: Sequence[Process], device: str, lazy: bool) -> int:
+    """Bytes on a device: what stays, and what either turn takes, whichever is more. lazy: with caches that adapt."""
+    sizes: dict[str, int] = dict.fromkeys(("", TRAINER, ENGINES), 0)
+    for process in found:
+        for held in process.held:
+            if lazy or not held.lazy:
+                sizes[held.turn] += process.devices.count(device) * held.bytes
+    return sizes[""] + max(sizes[TRAINER], sizes[ENGINES])
 
 
 def attempts_memory(config: RunConfig) -> Held:
@@ -203,100 +144,28 @@ def attempts_memory(config: RunConfig) -> Held:
     return Held(f"{count:,} attempts under way, without their tokens", count * ATTEMPT, lever)
 
 
-def trainer_memory(
-    config: RunConfig,
-    arch: Architecture,
-    reference: Architecture | None,
-    critic: Architecture | None = None,
-    longest: int = 0,
-) -> list[Held]:
-    """Memory of the trainer, with the models that are known and of their own."""
-    own, asked, smaller = 4 * parameters(arch), config.reference, "a smaller model"
-    if not isinstance(config.trainer, TrainerSettings):
-        return [Held("weights; the rest is not known", own, smaller)]
-    held = [Held("weights", own, smaller), Held("gradients", own, smaller), Held("two moments", 2 * own, smaller)]
-    moves = 0
-    if asked is not None and reference is not None and not config.placement.reference_engines:
-        held.append(Held("reference", 4 * parameters(reference), "a smaller algorithm.reference.model"))
-        moves = 4 * parameters(reference) if asked.every else 0
-    size = 0
-    if critic is not None:  # without a head of its own
-        size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
-        held.append(Held("critic, its gradients and moments", 4 * size, "algorithm.critic.model = 'policy'"))
-        moves += 3 * size
-    held.append(Held("copy while a checkpoint is written", 3 * own + moves, smaller, host=True, divided=True))
-    if config.trainer.reduce != "float32":
-        lever = "trainer.reduce = 'float32'"
-        held.append(Held("errors of sums over replicas", own + size, lever))
-        held.append(Held("copy of these errors for a checkpoint", own + size, lever, host=True))
-    if config.placement.sync.kind_name == "shared_memory":
-        size = 2 * parameters(arch) * ITEM[config.trainer.serving_dtype]
-        lever = "trainer.serving_dtype = 'bfloat16'" if config.trainer.serving_dtype == "float32" else ""
-        held.append(Held("two versions on their way to engines", size, lever, host=True, divided=True))
-    settings = config.trainer
-    plan, budget = plan_of(config, arch), settings.micro_batch_tokens
-    every = plan.most_rows * plan.context
-    fills = prepares_sizes(device_of(settings.device), settings.dtype == "bfloat16")  # as in `Compute.pack`
-    tokens = max(longest, min(filled(every, budget) if fills else every, budget))
-    lanes = max(map(trainer_lanes, [plan, *([warm_up_plan(config)] if config.warmup.accuracy else [])]))
-    alive = sum(activations(each, settings, tokens, lanes) for each in (arch, critic) if each is not None)
-    checkpointing = "" if settings.checkpointing else ", or trainer.checkpointing = true"
-    lever = f"a lower trainer.micro_batch_tokens (now {budget:,}){checkpointing}: no result depends on it"
-    if longest > budget:  # the row is a micro-batch by itself: a smaller budget splits no row
-        shorter = "shorter rows" if config.offline else f"a lower rollout.max_tokens (now {config.rollout.max_tokens:,})"
-        lever = shorter + checkpointing
-    held.append(Held(f"activations of at most {tokens:,} tokens", alive, lever))
-    return per_rank(held, settings, [arch, *([] if critic is None else [replace(critic, tied=True)])])
-
-
-def trainer_lanes(plan: RunPlan) -> int:
-    """The most micro-batches that the trainer runs in parallel."""
-    trainer = plan.config.trainer
-    return lanes_for(plan.lanes if device_of(trainer.device) == "cpu" else 1, trainer.micro_batch_tokens, 0)
-
-
-def activations(arch: Architecture, settings: TrainerSettings, tokens: int, lanes: int = 1) -> int:
-    """The most bytes alive between the passes of micro-batches that hold `tokens`.
-
-    A layer keeps, for each token: its input, its input plus the attention, the projections q|k|v, rotated q and k, the
-    attention's output, and gate|up. Without compiled kernels it also keeps both norms' outputs, the product of gate and up,
-    rotated, padded and normed copies, and silu. The head's chunks of logits and widened operands are included.
-    """
-    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    on_cpu, narrows = device_of(settings.device) == "cpu", settings.dtype == "bfloat16"
-    if on_cpu and native() is not None and Native.trains(torch.float32, arch.head_dim):
-        narrow = 2 * (q + kv + arch.intermediate)  # outputs of products and of attention
-        layer, share = 2 * arch.hidden + q + kv + arch.heads + narrow * (0.5 if narrows else 1), 1.0
-    else:
-        layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8
-        share = AUTOCAST if narrows else 1.0
-    copies = 2 * parameters(arch) if narrows else 0
-    if narrows and on_cpu and pairs_are_ours():
-        copies *= 2  # one for the forward products, one for the backward ones
-    elif narrows and on_cpu and floats_are_quicker():
-        copies = 8 * lanes * max(n * k for n, k in matrices(arch)[:-1])  # one matrix at a time: widened, and its gradient
-    kept = layer + arch.layers * arch.hidden if settings.checkpointing else arch.layers * layer
-    logits = 3 * 4 * min(tokens, lanes * chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab
-    return int(4 * share * tokens * (kept + 4 * arch.hidden)) + copies + logits
-
-
 def engine_memory(
-    settings: BaseEngineSettings, arch: Architecture, free: int | None = None, updated: bool = True
+    settings: BaseEngineSettings,
+    arch: Architecture,
+    free: int | None = None,
+    updated: bool = True,
+    turns: bool = False,
 ) -> list[Held]:
     """The most memory of one engine; of a kind other than the native one, its weights.
 
     free: bytes of which the KV cache takes a share; None: not known. updated: whether the engine receives new versions.
+    turns: it sleeps while the trainer computes.
     """
     size = ITEM[settings.dtype]
     if not isinstance(settings, EngineSettings):
         return [Held("weights; the rest is not known", size * parameters(arch), "a smaller model")]
-    own, on_cpu = size * parameters(arch), device_of(settings.device) == "cpu"
+    own, on_cpu, spare = size * parameters(arch), device_of(settings.device) == "cpu", updated and not turns
     packs = [(n, k) for n, k in matrices(arch) if on_cpu and not settings.batch_invariant and (size == 4 or k % STEP == 0)]
     lower = "engine.dtype = 'bfloat16'" if settings.dtype == "float32" else "a smaller model"
-    held = [Held("weights", own, lower), *([Held("spare for the next version", own, lower)] if updated else [])]
+    held = [Held("weights", own, lower), *([Held("spare for the next version", own, lower)] if spare else [])]
     if packs:
         packed = len(held) * sum(-(-n // BLOCK) * BLOCK * k for n, k in packs)
-        of = "copies of both" if updated else "copy"
+        of = "copies of both" if spare else "copy"
         held.append(Held(f"packed {of}, where the processor has a product for them", packed * size, lower))
     elif size == 2 and (on_cpu or not MIXES):
         held.append(Held("head in float32", 4 * arch.vocab * arch.hidden))
@@ -307,10 +176,9 @@ def engine_memory(
     cache = "KV cache, taken as it is used" if on_cpu else "KV cache"
     given = settings.kv_memory_mb is not None
     lever = f"a lower engine.kv_memory_mb (now {settings.kv_memory_mb:,})" if given else ""
-    return [
-        *held,
-        Held(cache, pages * page_bytes(arch, settings.page_size, getattr(torch, settings.dtype)), lever, lazy=not given),
-    ]
+    size = pages * page_bytes(arch, settings.page_size, getattr(torch, settings.dtype))
+    held.append(Held(cache, size, lever, lazy=not given))
+    return [replace(each, turn=ENGINES) for each in held] if turns else held
 
 
 def step_memory(settings: EngineSettings, arch: Architecture) -> int:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from tidemill.models.architecture import Architecture, parameters
+from tidemill.run.planner.held_memory import Held
 from tidemill.trainer.trainer_kinds import TrainerSettings
-
-if TYPE_CHECKING:
-    from tidemill.run.planner.memory_model import Held
 
 SPARES = 2  # layers that are gathered at the same time under zero3: one computes, the next one arrives
 
@@ -30,7 +27,7 @@ def per_rank(held: list[Held], settings: TrainerSettings, models: list[Architect
         size = sum(_gathered(model, at_once) for model in models)
         lever = "trainer.shard = 'zero3'" if at_once else "a smaller model"
         of = "all weights" if at_once else "layers"
-        found.append(replace(held[0], what=f"{of} while gathered, with gradients", bytes=8 * size, lever=lever))
+        found.append(replace(held[1], what=f"{of} while gathered, with gradients", bytes=8 * size, lever=lever))
     return found
 
 

@@ -42,7 +42,7 @@ class Preparation:
         return self._devices
 
     async def check_memory(self, model: str, longest: int) -> None:
-        """Check the run's memory, after `place`: see `memory_model.check_memory`. model: the policy's folder."""
+        """Check the run's memory, after `place`: see `memory_check.check_memory`. model: the policy's folder."""
         await self._offload(partial(self._check_memory, Path(model), longest))
 
     async def extras(self) -> list[TokenExtra]:
@@ -63,7 +63,7 @@ class Preparation:
         return planned_devices(self._config, given, Models.of(self._config, Architecture.from_folder(model)))
 
     def _check_memory(self, model: Path, longest: int) -> None:
-        from tidemill.run.planner.memory_model import check_memory
+        from tidemill.run.planner.memory_check import check_memory
 
         check_memory(self._config, Architecture.from_folder(model), longest, self._devices)
 

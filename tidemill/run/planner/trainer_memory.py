@@ -1,0 +1,147 @@
+"""Estimate of a trainer's memory: weights, gradients, moments, copies and activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from tidemill.engine.native.cache_size import device_of
+from tidemill.models.architecture import Architecture, matrices, parameters
+from tidemill.models.decoder import recomputed
+from tidemill.models.hf_weights import empty_decoder
+from tidemill.models.kernels.cpu.bindings import Native
+from tidemill.models.kernels.library import native
+from tidemill.models.logprobs import chunk_rows
+from tidemill.models.trained_linear import floats_are_quicker, pairs_are_ours, prepares_sizes
+from tidemill.run.planner.device_plan import TRAINER
+from tidemill.run.planner.held_memory import ITEM, Held
+from tidemill.run.planner.plan import RunPlan, plan_of, warm_up_plan
+from tidemill.run.planner.rank_memory import per_rank
+from tidemill.run.recipe import RunConfig
+from tidemill.trainer.micro_batches import filled
+from tidemill.trainer.moments import BLOCK, PIECE, SMALL
+from tidemill.trainer.parallel_micro_batches import lanes_for
+from tidemill.trainer.trainer_kinds import TrainerSettings
+
+DECODED = 40  # most bytes of a number while a part of 8-bit moments is stepped: both moments, and what encodes them
+AUTOCAST = 0.8  # upper bound of kept bytes relative to float32: norms and attention stay in float32 on CPU
+
+
+def trainer_memory(
+    config: RunConfig,
+    arch: Architecture,
+    reference: Architecture | None,
+    critic: Architecture | None = None,
+    longest: int = 0,
+    turns: bool = False,
+) -> list[Held]:
+    """Memory of the trainer, with the models that are known and of their own. turns: it shares its device by turns."""
+    own, asked, smaller = 4 * parameters(arch), config.reference, "a smaller model"
+    if not isinstance(config.trainer, TrainerSettings):
+        return [Held("weights; the rest is not known", own, smaller)]
+    mine = TRAINER if turns else ""
+    held = [Held("weights", own, smaller), Held("gradients", own, smaller, turn=mine)]
+    held += _moments(arch, config.trainer, turns)
+    moves = 0
+    if asked is not None and reference is not None and not config.placement.reference_engines:
+        held.append(Held("reference", 4 * parameters(reference), "a smaller algorithm.reference.model"))
+        moves = 4 * parameters(reference) if asked.every else 0
+    size = 0
+    if critic is not None:  # without a head of its own
+        size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
+        lever = "algorithm.critic.model = 'policy'"
+        held += [Held("critic", size, lever), Held("gradients of the critic", size, lever, turn=mine)]
+        held += _moments(replace(critic, tied=True), config.trainer, turns, " of the critic")
+        moves += 3 * size
+    held.append(Held("copy while a checkpoint is written", 3 * own + moves, smaller, host=True, divided=True))
+    held += _sent(config, arch, own + size)
+    settings = config.trainer
+    plan, budget = plan_of(config, arch), settings.micro_batch_tokens
+    every = plan.most_rows * plan.context
+    fills = prepares_sizes(device_of(settings.device), settings.dtype == "bfloat16")  # as in `Compute.pack`
+    tokens = max(longest, min(filled(every, budget) if fills else every, budget))
+    lanes = max(map(trainer_lanes, [plan, *([warm_up_plan(config)] if config.warmup.accuracy else [])]))
+    alive = sum(activations(each, settings, tokens, lanes) for each in (arch, critic) if each is not None)
+    alive = max(alive, _part_of_moments(arch, settings))  # one follows the other
+    checkpointing = "" if settings.checkpointing else ", or trainer.checkpointing = true"
+    lever = f"a lower trainer.micro_batch_tokens (now {budget:,}){checkpointing}: no result depends on it"
+    if longest > budget:  # the row is a micro-batch by itself: a smaller budget splits no row
+        shorter = "shorter rows" if config.offline else f"a lower rollout.max_tokens (now {config.rollout.max_tokens:,})"
+        lever = shorter + checkpointing
+    held.append(Held(f"activations of at most {tokens:,} tokens", alive, lever, turn=mine))
+    return per_rank(held, settings, [arch, *([] if critic is None else [replace(critic, tied=True)])])
+
+
+def _sent(config: RunConfig, arch: Architecture, trained: int) -> list[Held]:
+    """Memory of sums over replicas and of publications. trained: bytes of the weights that are trained."""
+    held, settings = list[Held](), config.trainer
+    if isinstance(settings, TrainerSettings) and settings.reduce != "float32":
+        lever = "trainer.reduce = 'float32'"
+        held.append(Held("errors of sums over replicas", trained, lever))
+        held.append(Held("copy of these errors for a checkpoint", trained, lever, host=True))
+    if config.placement.sync.kind_name == "shared_memory":
+        size = 2 * parameters(arch) * ITEM[settings.serving_dtype]
+        lever = "trainer.serving_dtype = 'bfloat16'" if settings.serving_dtype == "float32" else ""
+        held.append(Held("two versions on their way to engines", size, lever, host=True, divided=True))
+    return held
+
+
+def _moments(arch: Architecture, settings: TrainerSettings, turns: bool, of: str = "") -> list[Held]:
+    """The moments of a model's weights, where they lie, and what a step of them takes."""
+    sizes, eight, away = tensor_sizes(arch), settings.moments == "int8", device_of(settings.device) != "cpu"
+    size = sum(8 * n if n < SMALL or not eight else 2 * -(-n // BLOCK) * (BLOCK + 4) for n in sizes)
+    host = away and settings.moments_on == "host"
+    lever = " or ".join(
+        [*([] if eight else ["trainer.moments = 'int8'"]), *(["trainer.moments_on = 'host'"] if away and not host else [])]
+    )
+    held = [Held(f"two moments{of}", size, lever or "a smaller model", host=host, turn=TRAINER if turns and away else "")]
+    if turns and away and not host:
+        held.append(Held(f"moments{of} in the engines' turn", size, lever, host=True))
+    return held
+
+
+def _part_of_moments(arch: Architecture, settings: TrainerSettings) -> int:
+    """Bytes of the numbers that are stepped at a time, where this is not done where the moments are held."""
+    apart = settings.moments_on == "host" and device_of(settings.device) != "cpu"
+    each = DECODED if settings.moments == "int8" else 8 if apart else 0
+    return each * min(PIECE, max(tensor_sizes(arch)))
+
+
+@lru_cache(maxsize=16)
+def tensor_sizes(arch: Architecture) -> tuple[int, ...]:
+    """The numbers of each weight of a model."""
+    return tuple(weight.numel() for weight in empty_decoder(arch, device="meta").parameters())
+
+
+def trainer_lanes(plan: RunPlan) -> int:
+    """The most micro-batches that the trainer runs in parallel."""
+    trainer = plan.config.trainer
+    return lanes_for(plan.lanes if device_of(trainer.device) == "cpu" else 1, trainer.micro_batch_tokens, 0)
+
+
+def activations(arch: Architecture, settings: TrainerSettings, tokens: int, lanes: int = 1) -> int:
+    """The most bytes alive between the passes of micro-batches that hold `tokens`.
+
+    A layer keeps, for each token: its input, its input plus the attention, the projections q|k|v, rotated q and k, the
+    attention's output, and gate|up. Without compiled kernels it also keeps both norms' outputs, the product of gate and up,
+    rotated, padded and normed copies, and silu. The head's chunks of logits and widened operands are included.
+    """
+    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    on_cpu, narrows = device_of(settings.device) == "cpu", settings.dtype == "bfloat16"
+    if on_cpu and native() is not None and Native.trains(torch.float32, arch.head_dim):
+        narrow = 2 * (q + kv + arch.intermediate)  # outputs of products and of attention
+        layer, share = 2 * arch.hidden + q + kv + arch.heads + narrow * (0.5 if narrows else 1), 1.0
+    else:
+        layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8
+        share = AUTOCAST if narrows else 1.0
+    copies = 2 * parameters(arch) if narrows else 0
+    if narrows and on_cpu and pairs_are_ours():
+        copies *= 2  # one for the forward products, one for the backward ones
+    elif narrows and on_cpu and floats_are_quicker():
+        copies = 8 * lanes * max(n * k for n, k in matrices(arch)[:-1])  # one matrix at a time: widened, and its gradient
+    again = sum(recomputed(each, settings.checkpointing) for each in range(arch.layers))
+    kept = (arch.layers - again + bool(again)) * layer + again * arch.hidden  # one layer at a time is computed again
+    logits = 3 * 4 * min(tokens, lanes * chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab
+    return int(4 * share * tokens * (kept + 4 * arch.hidden)) + copies + logits
