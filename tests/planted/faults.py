@@ -394,8 +394,8 @@ FAULTS = [
     # the trainer
     Fault(
         "the gradient is scaled twice",
-        "factor = scale * min(1.0, limit / norm) if limit and norm else scale",
-        "factor = scale * scale * min(1.0, limit / norm) if limit and norm else scale",
+        "return scale * min(1.0, limit / norm) if limit and norm else scale",
+        "return scale * scale * min(1.0, limit / norm) if limit and norm else scale",
         "trainer/test_optimizer.py trainer/test_native_trainer.py",
     ),
     Fault(
@@ -1135,6 +1135,24 @@ FAULTS = [
         "                    if isinstance(block, DecodedBlock) and block.write is not None and place.numel():",
         "                    if isinstance(block, DecodedBlock) and block.write is None and place.numel():",
         "trainer/test_moments.py",
+    ),
+    Fault(
+        "DeepSpeed's ZeRO-3 is refused without the reason",
+        '        if given == "zero3":\n',
+        '        if given == "zero4":\n',
+        "trainer/test_trainer_settings.py",
+    ),
+    Fault(
+        "a missing DeepSpeed is a traceback",
+        "    except ImportError as error:\n        raise ConfigError(\n            f\"trainer.kind = 'deepspeed'",
+        "    except KeyError as error:\n        raise ConfigError(\n            f\"trainer.kind = 'deepspeed'",
+        "trainer/test_deepspeed.py",
+    ),
+    Fault(
+        "a key that is called as a kind is taken for its kind",
+        "        if tagged and len(candidates) > 1 and not (unknown and place == len(path)):",
+        "        if tagged and len(candidates) > 1:",
+        "run/test_other_names.py",
     ),
     Fault(
         "pinned memory is rounded up",

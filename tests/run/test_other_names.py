@@ -60,6 +60,7 @@ def test_every_name_from_elsewhere_is_answered_and_documented():
         (["zero_stage=3"], "trainer.shard what each of them holds"),
         (["trainer.n_gpus_per_node=8"], "unknown key 'trainer.n_gpus_per_node': every visible CUDA device is used"),
         (["trainer.devices=[0]"], "unknown key 'trainer.devices'; here it is 'placement.devices'"),
+        (["trainer.deepspeed=ds.json"], "trainer.kind = 'deepspeed' with trainer.shard = 'zero1' or 'zero2'"),
         (["engine.tensor_parallel_size=2"], "unknown key 'engine.tensor_parallel_size': one engine on several devices"),
         (["inference.parallel.tp=8"], "one engine on several devices does not exist yet"),
         (["engine.kind=vllm"], "engine.kind = 'vllm': other engines (vLLM, SGLang) do not exist here yet"),
@@ -120,3 +121,4 @@ def test_no_key_of_ours_is_said_to_be_missing():
         "env.reward",
     }  # some of whose values are not there
     assert load("placement.kind=inline").placement.kind == "inline"
+    assert load("trainer.kind=deepspeed").trainer.kind_name == "deepspeed"

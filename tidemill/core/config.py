@@ -119,7 +119,7 @@ def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
 
 
 def _sentence(kind: type[Config], error: Any) -> str:
-    where, known = _locate(kind, [str(p) for p in error["loc"]])
+    where, known = _locate(kind, [str(p) for p in error["loc"]], error["type"] == "extra_forbidden")
     key = ".".join(where) or kind.__name__
     given = error.get("input")
     if isinstance(given, str) and (missing := kind.not_yet_values.get(key, {}).get(given.lower())):
@@ -184,13 +184,16 @@ def _leaves(given: Any, key: str) -> Iterable[str]:
     return [leaf for name, value in given.items() for leaf in _leaves(value, f"{key}.{name}")]
 
 
-def _locate(kind: type[Config], path: list[str]) -> tuple[list[str], list[str]]:
-    """The keys of an error's path without the tags of unions, and the keys known at its end."""
+def _locate(kind: type[Config], path: list[str], unknown: bool) -> tuple[list[str], list[str]]:
+    """The keys of an error's path without the tags of unions, and the keys known at its end.
+
+    unknown: the path ends with a key that is not known, perhaps called as a tag is.
+    """
     candidates, keys = [kind], []
     known: list[str] = []
-    for part in path:
+    for place, part in enumerate(path, start=1):
         tagged = [c for c in candidates if "kind" in c.model_fields and c.model_fields["kind"].default == part]
-        if tagged and len(candidates) > 1:
+        if tagged and len(candidates) > 1 and not (unknown and place == len(path)):
             candidates = tagged
             continue
         if part in ("alone", "several") and len(candidates) > 1:  # tags of the union of one environment and a list of them

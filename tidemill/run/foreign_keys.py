@@ -128,6 +128,7 @@ _DEVICES = (
     "every visible CUDA device is used: CUDA_VISIBLE_DEVICES says which there are, and placement.devices which of them "
     "train and which sample"
 )
+_ZERO = f"{_SHARDS}; trainer.kind = 'deepspeed' with trainer.shard = 'zero1' or 'zero2' is DeepSpeed's own ZeRO"
 _PARALLEL = (
     "one engine on several devices does not exist yet: each engine has one device; placement.engines says how many there are"
 )
@@ -146,10 +147,11 @@ _SPECULATIVE = "speculative decoding does not exist yet: engines sample one toke
 _MISSING = {
     _LORA: "lora peft peft_config use_peft qlora dora adapter adapters enable_lora lora_r lora_rank lora_alpha "
     "lora_dropout lora_name lora_target_modules target_modules",
-    _SHARDS: "fsdp fsdp2 fsdp_config fsdp_size deepspeed zero zero_stage ranks shard shards sharding world_size "
+    _SHARDS: "fsdp fsdp2 fsdp_config fsdp_size ranks shard shards sharding world_size "
     "num_processes ddp data_parallel data_parallel_size megatron context_parallel context_parallel_size sequence_parallel "
     "sequence_parallel_size ulysses_sequence_parallel_size ring_attn_size actor_rollout_ref.actor.strategy",
     _DEVICES: "n_gpus_per_node gpus num_gpus gpu_ids actor_num_gpus_per_node ref_num_gpus_per_node",
+    _ZERO: "deepspeed deepspeed_config deepspeed_plugin ds_config zero zero_stage",
     _PARALLEL: "tensor_parallel tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size tp tp_size "
     "pipeline_parallel_size pipeline_model_parallel_size pp pp_size expert_parallel_size ep ep_size",
     _ENGINES: "vllm sglang use_vllm vllm_mode vllm_config engine.name engine.backend rollout.name "
@@ -175,7 +177,7 @@ NOT_YET |= {
 NOT_YET_VALUES = {
     "placement": dict.fromkeys(("ray", "slurm", "cluster", "kubernetes", "multi_node"), _MACHINES),
     "engine": dict.fromkeys(("vllm", "sglang", "hf", "transformers", "tgi", "trt-llm"), _ENGINES),
-    "trainer": dict.fromkeys(("fsdp", "fsdp2", "deepspeed", "megatron"), _SHARDS) | {"lora": _LORA, "qlora": _LORA},
+    "trainer": dict.fromkeys(("fsdp", "fsdp2", "megatron"), _SHARDS) | {"lora": _LORA, "qlora": _LORA},
 }
 """Values of a table's `kind`, also when given in place of the table."""
 NOT_YET_VALUES |= {f"{table}.kind": values for table, values in NOT_YET_VALUES.items()}

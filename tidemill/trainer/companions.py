@@ -21,7 +21,7 @@ from tidemill.models.local_shards import block_of, local
 from tidemill.models.value_model import ValueModel
 from tidemill.models.weight_slices import Slice
 from tidemill.trainer.optimizer import Optimizer
-from tidemill.trainer.trainer_kinds import TrainerSettings
+from tidemill.trainer.trainer_kinds import AdamWSettings
 
 _CRITIC, _REFERENCE = "critic.", "reference."  # prefixes of their tensors in a checkpoint
 
@@ -29,7 +29,7 @@ _CRITIC, _REFERENCE = "critic.", "reference."  # prefixes of their tensors in a 
 class Critic:
     """A value model with its optimizer, clipped apart from the policy."""
 
-    def __init__(self, model: ValueModel, settings: TrainerSettings, updates: int) -> None:
+    def __init__(self, model: ValueModel, settings: AdamWSettings, updates: int) -> None:
         self.model, self._settings, self._updates = model, settings, updates
 
     @cached_property

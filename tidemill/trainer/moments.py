@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tidemill.models.host_memory import host_tensors
 from tidemill.models.weight_slices import Slice
-from tidemill.trainer.trainer_kinds import TrainerSettings
+from tidemill.trainer.trainer_kinds import AdamWSettings
 
 BLOCK = 256  # numbers that share a scale
 SMALL = 4096  # tensors with fewer numbers stay in float32
@@ -110,7 +110,7 @@ class EightBitMoments(Moments):
         return DecodedBlock(block.name, block.shape, block.offset, self.like, write=write)
 
 
-def made_for(parameters: Mapping[str, Tensor], settings: TrainerSettings) -> dict[str, Moments]:
+def made_for(parameters: Mapping[str, Tensor], settings: AdamWSettings) -> dict[str, Moments]:
     """Moments of zero for these parameters, or rows of parameters, where and as the settings say."""
     eight = settings.moments == "int8"
     made = {name: (EightBitMoments if eight and p.numel() >= SMALL else Moments)(p) for name, p in parameters.items()}

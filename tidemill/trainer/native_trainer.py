@@ -35,10 +35,11 @@ from tidemill.trainer.parallel_micro_batches import Lanes
 from tidemill.trainer.ranks import Ranks
 from tidemill.trainer.telemetry import Offload, Recorder
 from tidemill.trainer.trainer_checkpoint import Snapshot, load_checkpoint
-from tidemill.trainer.trainer_kinds import TrainerSettings
+from tidemill.trainer.trainer_kinds import AdamWSettings
 
 T = TypeVar("T")
 LEAVES = ("cuda",)  # types of devices from which there is anything to gain by moving to the host
+MakeOptimizer = Callable[[Decoder, AdamWSettings, int], Optimizer]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -54,7 +55,7 @@ class NativeTrainer:
     def __init__(
         self,
         decoder: Decoder,
-        settings: TrainerSettings,
+        settings: AdamWSettings,
         *,
         steps: int,
         reference: Reference | None = None,
@@ -68,6 +69,7 @@ class NativeTrainer:
         threads: int = 1,
         checkpoints: bool = True,
         ranks: Ranks | None = None,
+        optimizer: MakeOptimizer = Optimizer,
     ) -> None:
         """Move the decoder to the device and prepare training. Raises ValueError for 16-bit weights.
 
@@ -76,7 +78,7 @@ class NativeTrainer:
         folder whose tokenizer and configuration go into exports and checkpoints. cores: taken before each micro-batch.
         threads: number of threads on a CPU that may run micro-batches of their own. checkpoints: reserve the memory of a
         snapshot now, so that a lack of memory shows before training. ranks: that share the weights and the rows; every one
-        is given all calls, each with its own rows."""
+        is given all calls, each with its own rows. optimizer: makes the policy's from model, settings and `steps`."""
         for name, parameter in decoder.named_parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -95,7 +97,7 @@ class NativeTrainer:
         self._critic = critic and critic.beside(self.decoder)
         self._ranks = ranks or Ranks()
         self._ranks.shard(self.decoder, *(each for part in (self._reference, self._critic) if part for each in part.modules))
-        self._optimizer = Optimizer(self.decoder, settings, steps)
+        self._optimizer = optimizer(self.decoder, settings, steps)
         trained = self._optimizer.named | (self._critic.parameters if self._critic is not None else {})
         self._sums = self._ranks.replica_sums(trained, settings.reduce)
         self._exports = self._critic.model if self._critic is not None and scores else None

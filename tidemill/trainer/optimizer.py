@@ -18,7 +18,7 @@ from tidemill.models.host_memory import MovedToHost
 from tidemill.models.local_shards import block_of, full, local
 from tidemill.models.weight_slices import Slice
 from tidemill.trainer.moments import Moments, made_for
-from tidemill.trainer.trainer_kinds import TrainerSettings
+from tidemill.trainer.trainer_kinds import AdamWSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -40,7 +40,7 @@ def lr_factor(update: int, *, updates: int, warmup: int, schedule: str, floor: f
 class Optimizer:
     """AdamW over a module's parameters; matrices have weight decay, vectors none."""
 
-    def __init__(self, model: nn.Module, settings: TrainerSettings, updates: int) -> None:
+    def __init__(self, model: nn.Module, settings: AdamWSettings, updates: int) -> None:
         """updates: their total number, which shapes the schedule."""
         if updates < 1:
             raise ValueError(f"steps={updates}: expected at least 1")
@@ -65,13 +65,21 @@ class Optimizer:
         self.come_back()
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
         norm = float(full(torch.nn.utils.get_total_norm(gradients, foreach=True))) * abs(scale)
+        self._expect_finite(norm)
+        return norm
+
+    def _expect_finite(self, norm: float) -> None:
         if not math.isfinite(norm):
             self.forget()
             raise TrainingDiverged(
                 f"the gradient norm of update {self.done} is {norm}: no step was taken. Lower trainer.lr or "
                 "trainer.max_grad_norm, in a run_dir of its own, or look for extreme importance ratios in the metrics"
             )
-        return norm
+
+    def _clipped(self, scale: float, norm: float) -> float:
+        """The factor on the accumulated gradient: `scale`, or less where `norm` is above the limit."""
+        limit = self.settings.max_grad_norm
+        return scale * min(1.0, limit / norm) if limit and norm else scale
 
     @torch.no_grad()
     def apply(self, scale: float) -> Metrics:
@@ -84,8 +92,7 @@ class Optimizer:
                 p.grad = torch.zeros_like(p)
         norm = self.norm(scale)
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
-        limit = self.settings.max_grad_norm
-        factor = scale * min(1.0, limit / norm) if limit and norm else scale
+        factor = self._clipped(scale, norm)
         if factor != 1.0:
             for gradient in gradients:
                 local(gradient).mul_(factor)

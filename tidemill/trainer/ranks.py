@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tidemill.models.weight_slices import Slice
 from tidemill.trainer.replica_sums import ReplicaSums
@@ -38,6 +38,7 @@ class Ranks:
 
     rank, size, replica, replicas = 0, 1, 0, 1
     keeps_copies = True  # prepared copies of matrices may be kept from one pass to the next
+    gathers = True  # gradients of matrices may be added up in their `.grad`, unseen by autograd
 
     def shard(self, *modules: nn.Module) -> None:
         """Keep only this rank's part of the modules' weights."""
@@ -48,6 +49,10 @@ class Ranks:
         modules: that take part. gradient: whether each micro-batch runs backward, too.
         """
         yield parts
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one micro-batch's loss to the weights' gradients."""
+        loss.backward()
 
     def replica_sums(self, parameters: Mapping[str, nn.Parameter], kind: str) -> ReplicaSums:
         """Sums of these parameters' gradients over replicas, which complete them before each update."""
@@ -68,9 +73,9 @@ class ShardedRanks(Ranks):
     """One of several ranks."""
 
     def __init__(self, rank: int, size: int, shard: str, replicas: int, device: torch.device, meeting: str) -> None:
-        """Meet the other ranks, at a file that all of them can open. Blocks until all have come."""
+        """Meet the other ranks, at a file that all can open ("" for a rank that is alone). Blocks until all have come."""
         import torch.distributed as dist
-        from torch._C._distributed_c10d import FileStore
+        from torch._C._distributed_c10d import FileStore, HashStore
         from torch.distributed.device_mesh import init_device_mesh
 
         if sys.platform == "linux":
@@ -78,7 +83,8 @@ class ShardedRanks(Ranks):
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit = datetime.timedelta(seconds=COLLECTIVE_S)
         if not dist.is_initialized():
-            dist.init_process_group(backend, store=FileStore(meeting, size), rank=rank, world_size=size, timeout=limit)
+            store = FileStore(meeting, size) if meeting else HashStore()
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         self.rank, self.size = rank, size
         self.replicas = {"none": size, "hsdp": replicas}.get(shard, 1)
         self.replica = rank // (size // self.replicas)

@@ -7,7 +7,7 @@ A new trainer is one module, with a subclass of `BaseTrainerSettings` and a func
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,6 +19,7 @@ from tidemill.weight_sync.sync_settings import BaseSyncSettings
 
 TRAINERS = Registry("trainer.kind")
 TRAINERS.register("native", f"{__name__}:TrainerSettings", "tidemill.trainer.build_native_trainer:build")
+TRAINERS.register("deepspeed", f"{__name__}:DeepSpeedSettings", "tidemill.trainer.build_deepspeed_trainer:build")
 
 
 class BaseTrainerSettings(KindSettings, registry=TRAINERS):
@@ -52,10 +53,9 @@ class BaseTrainerSettings(KindSettings, registry=TRAINERS):
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class TrainerSettings(BaseTrainerSettings):
-    """The native trainer: AdamW, its schedule, its ranks and its memory."""
+class AdamWSettings(BaseTrainerSettings):
+    """AdamW, its schedule and its memory: settings of every trainer on the project's own decoder."""
 
-    kind: Literal["native"] = Field(default="native", description="Kind of trainer")
     warmup_steps: int = Field(default=0, ge=0, description="Optimizer updates over which lr rises from 0. 0: no warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Course of lr from the end of its warm-up to the last update"
@@ -65,12 +65,6 @@ class TrainerSettings(BaseTrainerSettings):
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="Decay rates of AdamW's two moments, each in [0, 1)")
     eps: float = Field(default=1e-8, gt=0, description="Term that AdamW adds to the denominator")
     max_grad_norm: float = Field(default=1.0, ge=0, description="Norm to which gradients are clipped. 0: not clipped")
-    shard: Literal["none", "zero2", "zero3", "hsdp"] = Field(
-        default="zero2",
-        description="Part that each of several ranks holds. none: all weights; zero2: a share of weights, gradients and "
-        "moments, gathered once a call; zero3: the same, gathered layer by layer; hsdp: replicas, each sharded as by zero3",
-    )
-    replicas: int = Field(default=2, ge=2, description="Replicas under shard = 'hsdp'. Each has ranks / replicas ranks")
     reduce: Literal["float32", "bfloat16", "int8"] = Field(
         default="float32",
         description="Numbers in which replicas (shard = 'none', 'hsdp') send gradients to each other. bfloat16: half the "
@@ -94,6 +88,26 @@ class TrainerSettings(BaseTrainerSettings):
         summed = f"trainer.reduce = {self.reduce!r}: replicas round gradients and sums, and add the errors to the next ones"
         return [rounded] * (self.moments == "int8") + [summed] * (self.reduce != "float32")
 
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.min_lr_ratio and self.schedule == "constant":
+            raise ValueError(
+                "min_lr_ratio does not apply to schedule 'constant': choose 'linear' or 'cosine', or leave it out"
+            )
+        return self
+
+
+class TrainerSettings(AdamWSettings):
+    """The native trainer: its ranks and what each of them holds."""
+
+    kind: Literal["native"] = Field(default="native", description="Kind of trainer")
+    shard: Literal["none", "zero2", "zero3", "hsdp"] = Field(
+        default="zero2",
+        description="Part that each of several ranks holds. none: all weights; zero2: a share of weights, gradients and "
+        "moments, gathered once a call; zero3: the same, gathered layer by layer; hsdp: replicas, each sharded as by zero3",
+    )
+    replicas: int = Field(default=2, ge=2, description="Replicas under shard = 'hsdp'. Each has ranks / replicas ranks")
+
     @field_validator("shard", mode="before")
     @classmethod
     def _none_is_a_name(cls, given: Any) -> Any:  # on a command line, `none` is no value
@@ -101,10 +115,6 @@ class TrainerSettings(BaseTrainerSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:
-        if self.min_lr_ratio and self.schedule == "constant":
-            raise ValueError(
-                "min_lr_ratio does not apply to schedule 'constant': choose 'linear' or 'cosine', or leave it out"
-            )
         if self.reduce != "float32" and (self.ranks == 1 or self.shard not in ("none", "hsdp")):
             raise ValueError(
                 f"reduce = {self.reduce!r} with ranks = {self.ranks} and shard = {self.shard!r}: it narrows sums over "
@@ -115,6 +125,42 @@ class TrainerSettings(BaseTrainerSettings):
                 f"ranks = {self.ranks} with replicas = {self.replicas}: shard = 'hsdp' needs a multiple of replicas, "
                 "at least twice as many; with one rank in each replica, use shard = 'none'"
             )
+        return self
+
+
+class DeepSpeedSettings(AdamWSettings):
+    """DeepSpeed's ZeRO-1 or ZeRO-2 in place of the native optimizer; needs the extra `deepspeed`."""
+
+    kind: Literal["deepspeed"] = Field(default="deepspeed", description="Kind of trainer")
+    shard: Literal["zero1", "zero2"] = Field(
+        default="zero2",
+        description="Part that each of several ranks holds. zero1: all weights and gradients, a share of moments; zero2: "
+        "all weights, a share of gradients and moments; gradients are reduced after each micro-batch",
+    )
+
+    @property
+    def stage(self) -> int:
+        """DeepSpeed's number of its kind of sharding."""
+        return int(self.shard.removeprefix("zero"))
+
+    @field_validator("shard", mode="before")
+    @classmethod
+    def _not_three(cls, given: object) -> object:
+        if given == "zero3":
+            raise ValueError(
+                "DeepSpeed's 'zero3' gathers a weight for its module's own call only, and logprobs read the head outside of "
+                "it: choose 'zero1' or 'zero2', or trainer.kind = 'native' with 'zero3'"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _nothing_narrow(self) -> Self:
+        for name, only in {"moments": "float32", "moments_on": "device", "reduce": "float32"}.items():
+            if (given := getattr(self, name)) != only:
+                raise ValueError(
+                    f"{name} = {given!r}: DeepSpeed holds moments and adds up gradients in float32 on the device; leave it "
+                    "out, or choose trainer.kind = 'native'"
+                )
         return self
 
 

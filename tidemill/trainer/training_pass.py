@@ -10,7 +10,7 @@ Attempts whose gradient is known to be zero (no weight, or no advantage and a lo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -71,7 +71,7 @@ class Compute:
             self.lanes.each(run, portion, lanes)
 
     def gathering(self, *modules: nn.Module) -> AbstractContextManager[None]:
-        return gathering(*modules, keeps=self.ranks.keeps_copies)
+        return gathering(*modules, keeps=self.ranks.keeps_copies) if self.ranks.gathers else nullcontext()
 
     def pack(self, rows: list[BatchRow]) -> Batch:
         """Pack rows, padded to one of few sizes where matrix products keep something for each size."""
@@ -169,7 +169,7 @@ def forward_backward(
             if at_peak is not None and part is largest:
                 at_peak()
             compute.lanes.take()
-            total.backward()
+            compute.ranks.backward(total)
         if part is not IDLE:
             _scatter(logprobs, batch, live.detach())
 

@@ -98,8 +98,8 @@ def test_type_default_and_description_of_a_key():
 
 def test_one_table_and_a_key_that_is_none(tidemill):
     said = tidemill("settings", "trainer")
-    lines = [line for line in said.out.splitlines() if line.startswith("  trainer.")]
-    assert said.code == 0 and len(lines) == sum(key.startswith("trainer.") for key in OPTIONS)
+    keys = {line.split()[0] for line in said.out.splitlines() if line.startswith("  trainer.")}  # kinds may share a key
+    assert said.code == 0 and len(keys) == sum(key.startswith("trainer.") for key in OPTIONS)
     (one,) = json.loads(tidemill("settings", "trainer.lr", "--json").out)
     assert (one["key"], one["default"], one["takes"]) == ("trainer.lr", "1e-06", "a number")
     wrong = tidemill("settings", "train")

@@ -27,6 +27,7 @@ EXTRAS = {  # extra -> its packages
     "serve": ("starlette", "uvicorn"),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
+    "deepspeed": ("deepspeed",),
 }
 STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

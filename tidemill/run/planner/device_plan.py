@@ -17,7 +17,7 @@ from typing import Literal
 
 from tidemill.core.errors import ConfigError
 from tidemill.run.recipe import RunConfig
-from tidemill.trainer.trainer_kinds import TrainerSettings
+from tidemill.trainer.trainer_kinds import AdamWSettings
 
 RoleName = Literal["trainer", "engines"]
 TRAINER: RoleName = "trainer"
@@ -84,7 +84,7 @@ def in_a_row(devices: Sequence[str]) -> str:
 def given_in(config: RunConfig) -> Given:
     """The numbers whose keys the recipe has. Read them from the recipe itself: a copy that travelled has every key."""
     trainer, placement = config.trainer, config.placement
-    free = isinstance(trainer, TrainerSettings) and "ranks" not in trainer.model_fields_set  # others may have no ranks
+    free = isinstance(trainer, AdamWSettings) and "ranks" not in trainer.model_fields_set  # others may have no ranks
     return Given(None if free else trainer.ranks, placement.engines if "engines" in placement.model_fields_set else None)
 
 
