@@ -143,6 +143,7 @@ def test_every_moment_of_every_process_is_accounted_for_once() -> None:
         "sync": 1,
         "check": 0,
         "yield": 0,
+        "asleep": 0,
         WAIT + "reward": 1.5,
         WAIT + "environment": 0.5,
         WAIT + "evaluation": 0,
@@ -165,7 +166,7 @@ def test_engines_that_serve_the_reference_are_waited_for() -> None:
     found = account(0.0, 10.0, loop, [], pools)
     waits = {WAIT + "evaluation": 0, WAIT + "reference": 3, WAIT + "rollouts": 4, WAIT + "controller": 1}
     assert found.seconds["trainer"] == {"train": 2, "sync": 0, "handover": 0, REST: 0, **waits}
-    assert found.seconds["reference-0"] == {"score": 2, "check": 0, "yield": 0, WAIT + "trainer": 8, REST: 0}
+    assert found.seconds["reference-0"] == {"score": 2, "check": 0, "yield": 0, "asleep": 0, WAIT + "trainer": 8, REST: 0}
     assert found.overall() == {"generate": 0.15, "train": 0.1, "sync": 0.0, "wait": 0.75}
     found = account(0.0, 10.0, [Span("rollouts", 0, 2), Span("train", 2, 10)], [], pools)
     advice = advise(found, Setup(max_lag=0, slots=4))
