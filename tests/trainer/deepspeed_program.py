@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from deepspeed_cases import dealt_rows, trainer_on
-from trainer_cases import CPU, LOSSES
+from deepspeed_cases import dealt_rows, losses_of, trainer_on
+from trainer_cases import CPU
 
 from tidemill.core.types import Version
 from tidemill.trainer.deepspeed_engine import DeepSpeedRanks
@@ -31,7 +31,7 @@ async def act(case, rank, size, meeting):
     answers = []
     for verb, what in case["do"]:
         if verb == "rows":
-            result = await trainer.forward_backward(dealt_rows(what, size)[rank], LOSSES)
+            result = await trainer.forward_backward(dealt_rows(what, size)[rank], losses_of(case))
             answers.append({"tokens": result.metrics["tokens"]})
         elif verb == "apply":
             answers.append(await trainer.apply(what))
