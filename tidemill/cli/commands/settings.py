@@ -22,7 +22,7 @@ WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 @dataclass(frozen=True, slots=True)
 class Setting:
     key: str
-    kinds: tuple[str, ...]  # kinds of its table that have it; () if the table has one kind
+    kinds: tuple[str, ...]  # kinds of its table that have it; () if all have
     takes: str
     default: str | None  # as JSON, or "none"; None: it must be given
     what: str
@@ -54,7 +54,11 @@ def known() -> list[Setting]:
     for each in _below(RunConfig, None, "", ()):
         alike = replace(each, kinds=())
         found[alike] = (*found.get(alike, ()), *each.kinds)
-    return [replace(each, kinds=kinds) for each, kinds in found.items()]
+    every = dict[str, set[str]]()  # kinds of each table
+    for each, kinds in found.items():
+        every.setdefault(each.key.partition(".")[0], set()).update(kinds)
+    shared = {each for each, kinds in found.items() if set(kinds) == every[each.key.partition(".")[0]]}
+    return [replace(each, kinds=() if each in shared else kinds) for each, kinds in found.items()]
 
 
 def _below(table: type[Config], given: Config | None, under: str, kinds: tuple[str, ...]) -> Iterator[Setting]:
@@ -65,7 +69,8 @@ def _below(table: type[Config], given: Config | None, under: str, kinds: tuple[s
         inner = list(dict.fromkeys(tables_of(field.annotation)))  # an environment and a list of them have the same tables
         several = [each.model_fields["kind"].default for each in inner] if len(inner) > 1 else []
         if several:
-            yield Setting(f"{under}{name}.kind", kinds, " | ".join(map(_written, several)), None, f"Kind of {name}")
+            kind = _written(default.kind) if isinstance(default, tuple(inner)) else None
+            yield Setting(f"{under}{name}.kind", kinds, " | ".join(map(_written, several)), kind, f"Kind of {name}")
         for number, each in enumerate(inner):
             same = default if isinstance(default, each) else None
             yield from _below(each, same, f"{under}{name}.", (several[number],) if several else kinds)
