@@ -207,13 +207,14 @@ def _locate(kind: type[Config], path: list[str], unknown: bool) -> tuple[list[st
 
 
 def _homes(kind: type[Config], name: str, under: str = "") -> list[str]:
-    """Every key of this name, below tables of one kind."""
+    """Every key of this name; below a table of several kinds, if all of them have it."""
     found = []
     for field, about in kind.model_fields.items():
         if field == name:
             found.append(under + field)
-        elif len(tables := tables_of(about.annotation)) == 1:
-            found += _homes(tables[0], name, f"{under}{field}.")
+        elif tables := tables_of(about.annotation):
+            first, *others = (_homes(table, name, f"{under}{field}.") for table in tables)
+            found += [home for home in first if all(home in other for other in others)]
     return found
 
 
