@@ -165,7 +165,7 @@ def act(case, made, size):
                 update = await trainer.publish(Version(what))
                 answers.append({"fingerprint": update.version.fingerprint, "bytes": update.bytes})
             elif verb == "held":
-                kept = [*trainer.decoder.parameters(), *reference.decoder.parameters(), *critic.parameters]
+                kept = [*trainer.decoder.parameters(), *reference.decoder.parameters(), *critic.parameters.values()]
                 moments = [block.tensor for part in (trainer._optimizer, critic._optimizer) for block in part.state()]
                 answers.append({"bytes": sum(local(each).nbytes for each in [*kept, *moments])})
 
