@@ -21,8 +21,8 @@ def build(spec: Any, *parts: Any) -> Any:
         import torch.distributed as dist
 
         for name, argument, times in (
-            ("all_gather_into_tensor", "output_tensor", 1),
-            ("reduce_scatter_tensor", "input", 1),
+            ("all_gather_single", "output_tensor", 1),  # FSDP2's, by their names in PyTorch 2.13
+            ("reduce_scatter_single", "input", 1),
             ("all_reduce", "tensor", 2),
         ):
             _count(dist, name, argument, times, trainer)
@@ -30,7 +30,7 @@ def build(spec: Any, *parts: Any) -> Any:
 
 
 def _count(dist: Any, name: str, argument: str, times: int, trainer: Any) -> None:
-    call, place = getattr(dist, name), 0 if name != "reduce_scatter_tensor" else 1
+    call, place = getattr(dist, name), 0 if name != "reduce_scatter_single" else 1
 
     def counted(*given: Any, **named: Any) -> Any:
         tensor = named[argument] if argument in named else given[place]
