@@ -14,6 +14,7 @@ from rich.text import Text
 from tidemill.cli.commands.screen import console, print_json, print_rows
 from tidemill.core.config import Config, tables_of
 from tidemill.core.errors import ConfigError
+from tidemill.core.registry import KindSettings
 from tidemill.run.recipe import RunConfig
 
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", NoneType: "none"}
@@ -69,7 +70,7 @@ def _below(table: type[Config], given: Config | None, under: str, kinds: tuple[s
         inner = list(dict.fromkeys(tables_of(field.annotation)))  # an environment and a list of them have the same tables
         several = [each.model_fields["kind"].default for each in inner] if len(inner) > 1 else []
         if several:
-            kind = _written(default.kind) if isinstance(default, tuple(inner)) else None
+            kind = _written(default.kind_name) if isinstance(default, KindSettings) else None
             yield Setting(f"{under}{name}.kind", kinds, " | ".join(map(_written, several)), kind, f"Kind of {name}")
         for number, each in enumerate(inner):
             same = default if isinstance(default, each) else None
