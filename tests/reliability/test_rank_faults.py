@@ -61,7 +61,10 @@ def test_ranks_that_end_in_any_phase(shard: str, seed: int, tmp_path: Path) -> N
 @pytest.mark.ranks
 def test_ranks_that_end_at_any_moment(tmp_path: Path) -> None:
     """Twenty of them, whatever they do: also while steps are trained again, and while they start."""
-    run, rng = Run(tmp_path, steps=100_000, overrides=(*RANKS, "record.checkpoint_every=5")), random.Random(3)
+    run, rng = (
+        Run(tmp_path, steps=100_000, zero_variance="keep", lr=1e-6, overrides=(*RANKS, "record.checkpoint_every=5")),
+        random.Random(3),
+    )
     process, sent, engines, last = run.start(), 0, set[int](), 0.0
     said, begin = list[tuple[str, str]](), time.monotonic()
     reading = threading.Thread(target=lambda: said.append(process.communicate()))
