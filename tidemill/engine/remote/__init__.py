@@ -1,0 +1,1 @@
+"""Parts that engines behind an HTTP server share."""
