@@ -83,6 +83,9 @@ class CapabilityContract(ContractBase):
         if not able.score:
             await refused(engine.score(whole, "policy", temperature, 0), "score")
             pytest.skip("score: not declared, and refused")
+        if not able.scores(temperature):
+            await refused(engine.score(whole, "policy", temperature, 0), "temperature", f"{able.scores_at:g}")
+            pytest.skip(f"score: only at {able.scores_at:g}, and refused")
         scored = await engine.score(whole, "policy", temperature, 0)
         assert scored.logprobs.shape == whole.shape and scored.logprobs.dtype == np.float32 and scored.logprobs[0] == 0
         np.testing.assert_allclose(scored.logprobs[len(PROMPT) :], done.logprobs, atol=TOLERANCE)

@@ -33,6 +33,13 @@ def recipe(*overrides: str) -> RunConfig:
         ({"support": False}, ["rollout.top_k=5"], "engine", "rollout.top_k = 5: .*'support'.* leave out rollout.top_k"),
         ({"support": False}, ["rollout.min_p=0.1"], "engine", "rollout.min_p = 0.1: .*'support'"),
         ({"score": False}, REFERENCE, "reference", "placement.reference_engines = 1: .* lacks the capability 'score'; set"),
+        (
+            {"scores_at": 1.0},
+            (*REFERENCE, "rollout.temperature=0.7"),
+            "reference",
+            "'score' at rollout.temperature = 0.7, only",
+        ),
+        ({"proof": "received", "scores_at": 1.0}, ["rollout.temperature=0.7"], "engine", "'score' at .* = 0.7, only at 1"),
         ({"proof": "none"}, [], "engine", "lacks the capability 'proof': it cannot show which weights it serves"),
         ({"proof": "received", "score": False}, [], "engine", "'received'.* lacks the capability 'score'"),
         ({"updates": UpdateSupport(("delta",))}, [], "engine", "placement.sync.transport = 'shared_memory': .* full weight"),
@@ -52,10 +59,12 @@ def test_what_cannot_be_done_is_refused(lacks: dict[str, Any], overrides: list[s
     [
         ({"support": False}, [], []),  # nothing is truncated
         ({"token_versions": False}, [], [OLDEST]),
-        ({"score": False}, [], [NO_PROBES]),
+        ({"score": False}, [], [NO_PROBES.format(at="")]),
+        ({"scores_at": 1.0}, ["rollout.temperature=1.0"], []),
+        ({"scores_at": 1.0}, ["rollout.temperature=0.7"], [NO_PROBES.format(at=" at rollout.temperature = 0.7, only at 1")]),
         ({"score": False}, ["record.probe_every=0"], []),
         ({"proof": "received"}, [], [UNPROVEN]),
-        ({"token_versions": False, "score": False}, [], [OLDEST, NO_PROBES]),
+        ({"token_versions": False, "score": False}, [], [OLDEST, NO_PROBES.format(at="")]),
         ({"extras": (), "constraint": False}, ["rollout.top_p=0.9"], []),  # training needs neither
     ],
 )

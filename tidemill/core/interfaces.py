@@ -40,11 +40,16 @@ class Capabilities:
     token_versions: bool = True  # each token carries the version that sampled it
     support: bool = True  # under top-p, top-k and min-p, a completion tells the tokens that each one was chosen from
     score: bool = True  # `score` works
+    scores_at: float | None = None  # the only temperature that it works at; None: any
     extras: tuple[TokenExtra, ...] = ()  # returned where a request names them; with MODEL_LOGPROBS: alternatives, too
     constraint: bool = False  # a reply can be held to a grammar: `GenerateRequest.constraint`
     sleep: bool = False  # `sleep` and `wake` work
     proof: Literal["served", "received", "none"] = "served"  # what the fingerprint of `update` was computed over
     updates: UpdateSupport = field(default_factory=UpdateSupport)  # of the transport, too, that it was built with
+
+    def scores(self, temperature: float) -> bool:
+        """True if `score` works at this temperature."""
+        return self.score and self.scores_at in (None, temperature)
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,7 @@ def _hooks(
     agreement = Agreement(cluster.trainer, session.plan.coarsest)
 
     async def probe(version: Version, samples: Sequence[Sample], logprobs: Sequence[Array]) -> None:
-        if all(can.score for can in cluster.capabilities):
+        if all(can.scores(session.config.rollout.temperature) for can in cluster.capabilities):
             agreement.check_probe(version, await session.monitor.probe(version, samples, logprobs, cluster.pool))
 
     again = restart if session.config.supervise.resume else None

@@ -17,7 +17,7 @@ from tidemill.run.recipe import RunConfig
 
 UNPROVEN = "it proves only what it received, not what it serves: probes hold it against the trainer"
 OLDEST = "it does not stamp tokens with versions: every token counts as the oldest version that may have sampled it"
-NO_PROBES = "it cannot score given tokens: no probe of matched versions is made (record.probe_every)"
+NO_PROBES = "it cannot score given tokens{at}: no probe of matched versions is made (record.probe_every)"
 
 
 def check_engine(
@@ -35,10 +35,10 @@ def check_engine(
     """
     engine = f"engine.kind = {kind!r}"
     if role == "reference":
-        if not can.score:
+        if not can.scores(config.rollout.temperature):
             raise ConfigError(
                 f"placement.reference_engines = {config.placement.reference_engines}: {engine} lacks the capability "
-                "'score'; set placement.reference_engines = 0, or take another kind of engine"
+                f"'score'{_at(can, config)}; set placement.reference_engines = 0, or take another kind of engine"
             )
         return []
     for refused in _refusals(engine, can, config):
@@ -56,7 +56,12 @@ def check_engine(
             "publish no others; take another kind of engine, or another transport"
         )
     probes = config.record.probe_every > 0
-    told = [(not can.token_versions, OLDEST), (not can.score and probes, NO_PROBES), (can.proof == "received", UNPROVEN)]
+    blind = probes and not can.scores(config.rollout.temperature)
+    told = [
+        (not can.token_versions, OLDEST),
+        (blind, NO_PROBES.format(at=_at(can, config))),
+        (can.proof == "received", UNPROVEN),
+    ]
     return [f"{engine}: {said}" for holds, said in told if holds]
 
 
@@ -74,13 +79,20 @@ def _refusals(engine: str, can: Capabilities, config: RunConfig) -> Iterator[str
             f"{engine} lacks the capability 'proof': it cannot show which weights it serves, and nothing is trained on "
             "tokens of an unknown policy; take another kind of engine"
         )
-    if can.proof == "received" and not can.score:
+    if can.proof == "received" and not can.scores(r.temperature):
         yield (
-            f"{received} and lacks the capability 'score', by which it could be held against the trainer; take another kind "
-            "of engine"
+            f"{received} and lacks the capability 'score'{_at(can, config)}, by which it could be held against the trainer; "
+            "take another kind of engine"
         )
     if can.proof == "received" and not config.record.probe_every:
         yield (f"record.probe_every = 0: {received}, so probes must hold it against the trainer; set record.probe_every = 5")
+
+
+def _at(can: Capabilities, config: RunConfig) -> str:
+    """The temperature that an engine cannot score at, where it can at another one."""
+    if not can.score or can.scores_at is None:
+        return ""
+    return f" at rollout.temperature = {config.rollout.temperature:g}, only at {can.scores_at:g}"
 
 
 def _expect_extras(engine: str, can: Capabilities, config: RunConfig, extras: Sequence[TokenExtra]) -> None:
