@@ -10,6 +10,7 @@ from tidemill.controller.evaluation import errors_apart, interval
 from tidemill.controller.offline_groups import FIGURES
 from tidemill.controller.run_monitor import Totals
 from tidemill.core.hardware import usable_cores
+from tidemill.core.types import Metrics
 from tidemill.ledger.records import EvalRecord
 from tidemill.models.architecture import Architecture, parameters
 from tidemill.observability.bottleneck_advisor import Setup, advise
@@ -46,6 +47,7 @@ def make_report(session: Session, before: int, wall_s: float) -> dict[str, Any]:
         "warmup_s": round(start.warmed.seconds, 2) if start and start.warmed else 0.0,
         "warmup_cached": bool(start and start.cached),
         "tokens_sampled": totals.tokens,
+        "engine_tokens": engine_tokens(totals),
         "max_lag_allowed": config.max_lag,
         "max_lag_seen": totals.max_lag,
         "lags": {str(lag): n for lag, n in sorted(totals.lags.items())},
@@ -124,9 +126,19 @@ def advice(totals: Totals, plan: RunPlan, policy: Architecture) -> dict[str, Any
 
 def tokens_per_step(totals: Totals) -> float:
     """Mean tokens in an engine step; 0 if no engine reported any."""
-    engines = [done for name, done in totals.counters.items() if done.get("steps") and not name.startswith(REFERENCE)]
-    tokens = sum(done["generated_tokens"] + done["prompt_tokens"] - done["cached_tokens"] for done in engines)
-    return tokens / max(sum(done["steps"] for done in engines), 1)
+    tokens, steps = engine_tokens(totals), sum(done["steps"] for done in _engines(totals))
+    return (tokens["generated"] + tokens["prompt"] - tokens["cached"]) / max(steps, 1)
+
+
+def engine_tokens(totals: Totals) -> dict[str, int]:
+    """Tokens that the present engines sampled for steps, were given as prompts, and found in their prefix caches."""
+    return {
+        kind: int(sum(done[f"{kind}_tokens"] for done in _engines(totals))) for kind in ("generated", "prompt", "cached")
+    }
+
+
+def _engines(totals: Totals) -> list[Metrics]:
+    return [done for name, done in totals.counters.items() if done.get("steps") and not name.startswith(REFERENCE)]
 
 
 def judging(totals: Totals) -> dict[str, Any]:

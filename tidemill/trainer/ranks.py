@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tidemill.core import fault_injection
 from tidemill.models.weight_slices import Slice
 from tidemill.trainer.replica_sums import ReplicaSums
 
@@ -86,6 +87,7 @@ class ShardedRanks(Ranks):
             store = FileStore(meeting, size) if meeting else HashStore()
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         self.rank, self.size = rank, size
+        self._passes = 0  # backward passes begun
         self.replicas = {"none": size, "hsdp": replicas}.get(shard, 1)
         self.replica = rank // (size // self.replicas)
         self._at_once = self.keeps_copies = shard not in ("zero3", "hsdp")
@@ -128,6 +130,11 @@ class ShardedRanks(Ranks):
         finally:
             for part in sharded:
                 part.reshard()
+
+    def backward(self, loss: Tensor) -> None:
+        self._passes += 1
+        fault_injection.reach(f"trainer-{self.rank}" if self.rank else "trainer", "reduce", self._passes)
+        loss.backward()
 
     def replica_sums(self, parameters: Mapping[str, nn.Parameter], kind: str) -> ReplicaSums:
         return ReplicaSums(parameters, kind, self._mesh["replicas"].get_group(), self.replica, self.replicas)
