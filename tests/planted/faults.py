@@ -349,9 +349,27 @@ FAULTS = [
         "engine/native/test_engine_core.py engine/native/test_engine_proof.py",
     ),
     Fault(
+        "transformers: weights are served that were not verified",
+        "if (served := fingerprint(self._model.held(staged))) != version.fingerprint:",
+        "if False:",
+        "engine/test_transformers_engine.py",
+    ),
+    Fault(
+        "transformers: a cache that is not exact is used",
+        ".abs().max() <= NEAR[self.dtype])",
+        ".abs().max() <= 99)",
+        "engine/test_transformers_engine.py",
+    ),
+    Fault(
+        "transformers: KV of old weights is kept where it is to be computed again",
+        "                row.cache = None\n",
+        "                row.begun = True\n",
+        "engine/test_transformers_engine.py",
+    ),
+    Fault(
         "an old version may be committed",
-        "if new.key < now.key:",
-        "if new.incarnation < now.incarnation:",
+        "if new.key < served.key:",
+        "if new.incarnation < served.incarnation:",
         "engine/native/test_engine_core.py engine/native/test_engine_proof.py",
     ),
     Fault(

@@ -18,8 +18,13 @@ from tidemill.runtime.cpu_sharing import CoreShare
 
 UNPUBLISHED = Version(-1)  # an engine's version before the first publication; nothing may be sampled from it
 ENGINES = Registry("engine.kind")
-_NATIVE = "tidemill.engine.native"
+_NATIVE, _TRANSFORMERS = "tidemill.engine.native", "tidemill.engine.transformers"
 ENGINES.register("native", f"{_NATIVE}.engine_settings:EngineSettings", f"{_NATIVE}.build_native_engine:build")
+ENGINES.register(
+    "transformers",
+    f"{_TRANSFORMERS}.transformers_settings:TransformersSettings",
+    f"{_TRANSFORMERS}.transformers_engine:build",
+)
 
 
 class BaseEngineSettings(KindSettings, registry=ENGINES):

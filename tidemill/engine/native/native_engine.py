@@ -40,8 +40,6 @@ from tidemill.engine.native.request_state import (
     RequestTable,
     Slots,
     Stream,
-    check_request,
-    checked_tokens,
     completion,
     probe_of,
     record_details,
@@ -51,6 +49,7 @@ from tidemill.engine.native.runner import Output, Probed, UnderWay, launch, run
 from tidemill.engine.native.scheduler import Plan, Scheduler, Sequence
 from tidemill.engine.native.staged_weights import Staging, serve
 from tidemill.engine.native.weight_updates import WeightUpdater
+from tidemill.engine.request_refusals import check_policy, check_request, check_temperature, checked_tokens
 from tidemill.models.decoder import Decoder
 from tidemill.models.host_memory import give_back
 from tidemill.models.weight_slices import Receiver
@@ -137,8 +136,7 @@ class NativeEngine:
 
         Row 0, which nothing predicts, holds ids of -1. Raises ValueError for tokens or a temperature that cannot be scored.
         """
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature!r}: expected a value > 0 to score at")
+        check_temperature(temperature)
         tokens = self._check(tokens, policy)
         shape = (len(tokens), min(top_k, self._arch.vocab))
         probed = Probed(np.zeros(len(tokens), np.float32), np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
@@ -343,7 +341,7 @@ class NativeEngine:
             self._requests.finish(request, scored(request.probed, self._updates.weights.version))
 
     def _submit(self, asked: GenerateRequest, *, stream: bool) -> ActiveRequest:
-        check_request(asked, self.name)
+        check_request(asked, self.name, EXTRAS)
         tokens, params, key = self._check(asked.tokens, asked.policy), asked.params, asked.key
         stops = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)
         sequence = Sequence(tokens, limit=len(tokens) + params.max_tokens, last=params.last)
@@ -357,10 +355,7 @@ class NativeEngine:
 
     def _check(self, tokens: Array, policy: str) -> np.ndarray:
         self._check_alive()
-        if policy != self._updates.weights.version.policy:
-            raise ValueError(
-                f"policy {policy!r} is not served here: engine {self.name} serves {self._updates.weights.version.policy!r}"
-            )
+        check_policy(policy, self._updates.weights.version, self.name)
         return checked_tokens(tokens, self._arch.vocab)
 
     async def _result(self, request: ActiveRequest) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tidemill.core.token_extras import MODEL_LOGPROBS
-from tidemill.core.types import Array, Completion, Finish, GenerateRequest, SamplingParams, Scored, Support, Version
+from tidemill.core.types import Completion, Finish, SamplingParams, Scored, Support, Version
 from tidemill.engine.native.runner import Output, Probe, Probed
 from tidemill.engine.native.sampler import Adjustment, RowParams, mixed, uniforms
 from tidemill.engine.native.scheduler import Chunk, Scheduler, Sequence
@@ -243,24 +243,6 @@ def completion(
 def scored(probed: Probed, version: Version) -> Scored:
     wanted = probed.top_ids.shape[1] > 0
     return Scored(probed.logprobs, version, probed.top_ids if wanted else None, probed.top_logprobs if wanted else None)
-
-
-def check_request(asked: GenerateRequest, engine: str) -> None:
-    """Raise ValueError when a request asks for what this engine does not do."""
-    if asked.constraint is not None:
-        raise ValueError(f"engine {engine} cannot hold a reply to a grammar: leave out `constraint`")
-    if unknown := sorted({*asked.extras} - {extra.name for extra in EXTRAS}):
-        raise ValueError(f"engine {engine} does not return the token extra {unknown[0]!r}: leave it out of `extras`")
-
-
-def checked_tokens(tokens: Array, vocab: int) -> np.ndarray:
-    """The tokens [T] as int32. Raises ValueError for what is no row of ids that the model knows."""
-    tokens = np.ascontiguousarray(tokens)
-    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"tokens of shape {tokens.shape} and dtype {tokens.dtype}: expected a row of at least one token id")
-    if tokens.min() < 0 or tokens.max() >= vocab:
-        raise ValueError(f"token ids from {tokens.min()} to {tokens.max()}: this model knows 0 to {vocab - 1}")
-    return tokens.astype(np.int32)
 
 
 def probe_of(request: ActiveRequest | None, chunk: Chunk) -> Probe:

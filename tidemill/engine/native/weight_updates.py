@@ -24,6 +24,7 @@ from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.scheduler import Scheduler, Sequence
 from tidemill.engine.native.staged_weights import Staging, Weights
+from tidemill.engine.request_refusals import check_forward
 from tidemill.models.piecewise import Work, at_once
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class WeightUpdater:
             if self._staging is None:
                 raise RuntimeError(f"engine {self._name} was built without a receiver: it cannot be updated")
             self.takes.check(update, f"engine {self._name}", self.weights.version)
-            self._check_forward(update.version)
+            check_forward(update.version, self.weights.version, self._name)
             step = update.version.step
             fault_injection.reach(self._name, "stage", step)
             work = self._staging.stage(update, self.weights)
@@ -147,13 +148,6 @@ class WeightUpdater:
                 self._staging = None
         if self._tells_device is not None:
             self._tells_device.shutdown(wait=False)
-
-    def _check_forward(self, new: Version) -> None:
-        now = self.weights.version
-        if new.policy != now.policy:
-            raise PolicyMismatch(f"{new} is not of the policy that engine {self._name} serves ({now})")
-        if new.key < now.key:
-            raise PolicyMismatch(f"{new} is older than {now}, which engine {self._name} serves: versions only go forward")
 
     async def _beside_steps(self, name: str, work: Work[T], **args: float) -> T:
         if self._tells_device is not None:

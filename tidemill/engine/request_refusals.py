@@ -1,0 +1,62 @@
+"""Refusals that all engines share: of requests, tokens and versions, each in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tidemill.core.errors import PolicyMismatch
+from tidemill.core.token_extras import TokenExtra
+from tidemill.core.types import Array, GenerateRequest, Version
+
+
+def check_request(asked: GenerateRequest, engine: str, extras: Sequence[TokenExtra]) -> None:
+    """Raise ValueError when a request asks for a grammar, or for a token extra that is not among `extras`."""
+    if asked.constraint is not None:
+        raise ValueError(f"engine {engine} cannot hold a reply to a grammar: leave out `constraint`")
+    if unknown := sorted({*asked.extras} - {extra.name for extra in extras}):
+        raise ValueError(f"engine {engine} does not return the token extra {unknown[0]!r}: leave it out of `extras`")
+
+
+def refuse_asked(engine: str, asked: Mapping[str, bool], why: str = "does not support it") -> None:
+    """Raise ValueError for the first feature that is asked for. asked: by its name in the request."""
+    if name := next((name for name, on in asked.items() if on), None):
+        raise ValueError(f"{name}: engine {engine} {why}; leave it out")
+
+
+def check_policy(policy: str, served: Version, engine: str) -> None:
+    """Raise ValueError unless `policy` is the one that is served."""
+    if policy != served.policy:
+        raise ValueError(f"policy {policy!r} is not served here: engine {engine} serves {served.policy!r}")
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError for a temperature that nothing can be scored at."""
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature!r}: expected a value > 0 to score at")
+
+
+def checked_tokens(tokens: Array, vocab: int) -> np.ndarray:
+    """The tokens [T] as int32. Raises ValueError for what is no row of ids that the model knows."""
+    tokens = np.ascontiguousarray(tokens)
+    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens of shape {tokens.shape} and dtype {tokens.dtype}: expected a row of at least one token id")
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise ValueError(f"token ids from {tokens.min()} to {tokens.max()}: this model knows 0 to {vocab - 1}")
+    return tokens.astype(np.int32)
+
+
+def check_length(count: int, context: int, reply: int = 0) -> None:
+    """Raise ValueError unless `count` tokens, and `reply` more, fit into the context."""
+    if count + reply > context:
+        what = f"{count} tokens leave no room for a reply" if reply else f"{count} tokens are too many"
+        raise ValueError(f"{what}: a sequence here has at most {context}")
+
+
+def check_forward(new: Version, served: Version, engine: str) -> None:
+    """Raise PolicyMismatch unless `new` is of the served policy, and not older."""
+    if new.policy != served.policy:
+        raise PolicyMismatch(f"{new} is not of the policy that engine {engine} serves ({served})")
+    if new.key < served.key:
+        raise PolicyMismatch(f"{new} is older than {served}, which engine {engine} serves: versions only go forward")

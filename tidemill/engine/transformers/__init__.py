@@ -1,0 +1,1 @@
+"""A slow reference engine over `transformers`, for every causal model that it can load."""
