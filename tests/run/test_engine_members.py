@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import tidemill
+from tidemill.cli.commands import pool
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import InfraError, Trajectory
 from tidemill.envs.guess import ALPHABET
@@ -88,9 +89,9 @@ def test_one_engine_joins_and_another_is_drained_while_training_goes_on(
 
         await trained(parts, 2)
         note("engine-0", "engine-1")
-        assert await parts.join() == "engine-2"
+        assert await asyncio.to_thread(pool.add, tmp_path / "run", False) == 0
         note("engine-0", "engine-1", "engine-2")
-        await parts.drain("engine-0")
+        assert await asyncio.to_thread(pool.remove, tmp_path / "run", "engine-0", False, False) == 0
         note("engine-1", "engine-2")
         assert not psutil.pid_exists(pids["engine-0"])
         await trained(parts, steps[-1] + 2)

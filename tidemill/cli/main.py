@@ -184,6 +184,29 @@ def parity(
     _run("parity", model, length, as_json)
 
 
+pool = typer.Typer(help="Add engines to a run that goes on, or remove some.", no_args_is_help=True)
+app.add_typer(pool, name="pool")
+
+
+@pool.command("add")
+def pool_add(run: RunDir, as_json: AsJson = False) -> None:
+    """Start one more engine for a run that goes on; it ends with the run."""
+    _run("pool", run, as_json, function="add")
+
+
+@pool.command("remove")
+def pool_remove(
+    run: RunDir,
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="Name of the engine, as `tidemill why` shows it")],
+    hand_over: Annotated[
+        bool, typer.Option("--hand-over", help="Give its requests to others at once, instead of letting them end")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let an engine of a run end its requests, leave the pool and stop."""
+    _run("pool", run, engine, hand_over, as_json, function="remove")
+
+
 reward = typer.Typer(help="Test a recipe's reward, or judge a run's attempts again.", no_args_is_help=True)
 app.add_typer(reward, name="reward")
 

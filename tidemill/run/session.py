@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -37,6 +38,7 @@ from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.hub_names import fetched
 from tidemill.run.planner.device_plan import given_in
 from tidemill.run.planner.plan import plan_of
+from tidemill.run.pool_requests import answering
 from tidemill.run.preflight.start_checks import (
     audit_rewards,
     describe,
@@ -196,8 +198,12 @@ class Session:
         """Train from where the record stands to the end, or until the user stops the run."""
         async with self.cluster.watched():
             controller = await build_controller(self, self.cluster)
-            now = partial(position, controller, self.config.steps)
-            async with stop_on_signals(self, controller.stop), reporting(self.folder.path, self.cluster.handles, now):
+            now, folder = partial(position, controller, self.config.steps), self.folder.path
+            async with (
+                stop_on_signals(self, controller.stop),
+                reporting(folder, self.cluster.handles, now),
+                answering(folder, self.cluster, os.getpid()),
+            ):
                 self.done = await controller.run()
 
     async def finish(self) -> RunEnded:
