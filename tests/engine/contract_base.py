@@ -64,7 +64,7 @@ class Reference:
     model: LlamaForCausalLM
 
     @classmethod
-    def make(cls, folder: Path, seed: int) -> Reference:
+    def make(cls, folder: Path, seed: int, head_dim: int = 8) -> Reference:
         torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=VOCAB,
@@ -73,6 +73,7 @@ class Reference:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
+            head_dim=head_dim,
             max_position_embeddings=CONTEXT,
             initializer_range=0.3,  # far from uniform, so that errors show
             bos_token_id=1,
@@ -137,13 +138,15 @@ def in_parts(model: Path, scratch: Path, step: int, parts: int) -> Iterator[Weig
 class ContractBase:
     """Fixtures of the contract's tests, made of `make`."""
 
+    head_dim = 8  # of the models; for engines that take only larger ones
+
     def make(self, folder: Path) -> Engine:
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
     def models(self, tmp_path_factory: pytest.TempPathFactory) -> list[Reference]:
         """The model that is served, and another one, which is published as version 1."""
-        return [Reference.make(tmp_path_factory.mktemp(f"model-{seed}"), seed) for seed in (0, 1)]
+        return [Reference.make(tmp_path_factory.mktemp(f"model-{seed}"), seed, self.head_dim) for seed in (0, 1)]
 
     @pytest.fixture
     async def engine(self, models: list[Reference]) -> AsyncIterator[Engine]:

@@ -25,6 +25,8 @@ ENGINES.register(
     f"{_TRANSFORMERS}.transformers_settings:TransformersSettings",
     f"{_TRANSFORMERS}.transformers_engine:build",
 )
+_VLLM = "tidemill.engine.vllm"
+ENGINES.register("vllm", f"{_VLLM}.vllm_settings:VllmSettings", f"{_VLLM}.build_vllm_engine:build")
 
 
 class BaseEngineSettings(KindSettings, registry=ENGINES):
@@ -58,6 +60,7 @@ class EngineSpec(Config):
     sleeps: bool = False  # it sleeps before each update, so it needs no memory for weights beside those it serves
     core_share: CoreShare | None = None  # None: its cores are its own
     profile: Path | None = None  # folder for `operator_profiler`
+    logs: Path | None = None  # folder for the log of a server that this engine starts
 
     @property
     def version(self) -> Version:

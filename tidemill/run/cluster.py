@@ -119,11 +119,12 @@ def engine_specs(plan: RunPlan, model: Path, folder: RunFolder) -> dict[str, Eng
             cached_versions=config.max_lag + 1,  # an older episode cannot be trained on any more
             sleeps=plan.takes_turns,
             profile=_profile(plan, folder),
+            logs=folder.logs,
         )
     }
     served = folder_of(config.reference, model)
     if config.placement.reference_engines and served is not None:
-        specs["reference"] = EngineSpec(role="reference", model=served, engine=config.engine)
+        specs["reference"] = EngineSpec(role="reference", model=served, engine=config.engine, logs=folder.logs)
     return specs
 
 

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 START_S = 300.0  # to import torch and read the weights
+READY_S = 3600.0  # for an engine to say what it can do: it waits for a server, whose start has a limit of its own
 ENGINE_DEADLINES: dict[str, float] = {"generate": 3600.0, "score": 600.0, "update": 600.0, "sleep": 3600.0, "wake": 600.0}
-REFERENCE_DEADLINES: dict[str, float] = {"score": 3600.0}  # a row waits for all those of its step
+ENGINE_DEADLINES["capabilities"] = READY_S
+REFERENCE_DEADLINES: dict[str, float] = {"score": 3600.0, "capabilities": READY_S}  # a row waits for all those of its step
 PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("open_model", "place", "check_memory", "extras"), START_S)
 TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
     ("forward", "forward_backward", "apply", "publish", "snapshot", "save", "load", "export", "sleep", "wake"), 3600.0
@@ -154,7 +156,7 @@ async def placed(settings: BasePlacementSettings, logs: Path, supervise: Supervi
 @asynccontextmanager
 async def start_engine(config: RunConfig, model: Path, logs: Path, threads: int) -> AsyncIterator[Engine]:
     """Start one engine that serves a folder's weights as version 0 and is never updated."""
-    spec = EngineSpec(model=model, engine=config.engine)
+    spec = EngineSpec(model=model, engine=config.engine, logs=logs)
     async with placed(config.placement, logs, config.supervise) as placement:
         handle = await start_role(placement, Engine, spec, Resources(threads), ENGINE_DEADLINES)
         try:

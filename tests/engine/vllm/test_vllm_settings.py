@@ -1,0 +1,107 @@
+"""Settings of vLLM engines and the command that starts a server: no vLLM is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tidemill.core.config import build
+from tidemill.core.errors import ConfigError
+from tidemill.engine.vllm.server_command import check_model, find_python, kv_bytes, server_command
+from tidemill.engine.vllm.vllm_settings import VllmSettings
+from tidemill.models.architecture import Architecture
+
+ARCH = Architecture("llama", vocab=61, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=48, context=96)
+
+
+def command(**settings: object) -> list[str]:
+    chosen = VllmSettings.model_validate(settings)
+    return server_command("python", chosen, Path("model"), ARCH, port=80, name="engine-0", on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ["--dtype", "float32"]),
+        ({}, ["--max-model-len", "97"]),  # the context, and one token that `score` samples
+        ({"context": 50}, ["--max-model-len", "51"]),
+        ({}, ["--logprobs-mode", "processed_logprobs"]),
+        ({}, ["--weight-transfer-config", '{"backend": "tidemill"}']),
+        ({"kv_memory_mb": 3}, ["--kv-cache-memory-bytes", str(3 << 20)]),
+        ({"tensor_parallel": 2}, ["--tensor-parallel-size", "2"]),
+        ({"prefix_cache": False}, ["--no-enable-prefix-caching"]),
+        ({}, ["--no-enable-chunked-prefill"]),
+        ({"options": {"max-num-batched-tokens": 4096}}, ["--max-num-batched-tokens", "4096"]),
+        ({}, ["--enforce-eager"]),
+        ({"options": {"enforce_eager": False}}, ["--no-enforce-eager"]),
+        ({"options": {"max-num-batched-tokens": 512}}, ["--max-num-batched-tokens", "512"]),
+        ({"options": {"speculative_config": {"method": "ngram"}}}, ["--speculative-config", '{"method": "ngram"}']),
+    ],
+)
+def test_the_command_follows_the_settings(settings: dict[str, object], words: list[str]) -> None:
+    found = command(**settings)
+    at = found.index(words[0])
+    assert found[at : at + len(words)] == words and found.count(words[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_model_len": 8}, "'max-model-len' is set by engine.context"),
+        ({"tensor-parallel-size": 2}, "'tensor-parallel-size' is set by engine.tensor_parallel"),
+        ({"--model": "other"}, "'model' is decided by engine.kind = 'vllm' itself"),
+        ({"quantization": "fp8"}, "'quantization' is decided"),
+    ],
+)
+def test_options_that_something_else_decides_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        command(options=options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"url": "http://a:1", "tensor_parallel": 2}, "tensor_parallel with url='http://a:1': the server .* runs already"),
+        ({"url": "http://a:1", "options": {"seed": 1}}, "leave options out, or leave url out"),
+        ({"key_variable": "KEY"}, "key_variable='KEY' without url"),
+    ],
+)
+def test_settings_that_would_have_no_effect_are_refused(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build(VllmSettings, settings)
+
+
+def test_the_environment_is_found_or_its_lack_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "python"
+    with pytest.raises(ConfigError, match=r"engine.python = '.*python' is no file"):
+        find_python(VllmSettings(python=str(own)))
+    own.touch()
+    assert find_python(VllmSettings(python=str(own))) == str(own)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tidemill.__file__", str(tmp_path / "tidemill" / "__init__.py"))
+    with pytest.raises(ConfigError, match=r"there is no .peers/vllm/bin/python; run `make vllm`"):
+        find_python(VllmSettings())
+    default = tmp_path / ".peers" / "vllm" / "bin" / "python"
+    default.parent.mkdir(parents=True)
+    default.touch()
+    assert find_python(VllmSettings()) == str(default)
+
+
+def test_a_model_that_vllm_cannot_serve_is_refused_before_it_starts() -> None:
+    check_model(VllmSettings(tensor_parallel=2), ARCH, on_cpu=True)
+    small = replace(ARCH, head_dim=8)
+    check_model(VllmSettings(), small, on_cpu=False)
+    with pytest.raises(ConfigError, match="attention heads have 8 numbers, expected 32, 64"):
+        check_model(VllmSettings(), small, on_cpu=True)
+    with pytest.raises(ConfigError, match=r"engine.tensor_parallel = 3: the model has 4 attention heads"):
+        check_model(VllmSettings(tensor_parallel=3), ARCH, on_cpu=True)
+
+
+def test_the_kv_cache_holds_all_sequences_or_a_share_of_the_free_memory() -> None:
+    settings = VllmSettings(max_sequences=10)
+    token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, numbers, bytes
+    assert kv_bytes(settings, ARCH, on_cpu=True, free=1 << 40) == 11 * 128 * token  # a block each, and one that vLLM keeps
+    assert kv_bytes(settings, ARCH, on_cpu=True, free=4 << 20) == 1 << 20
+    assert kv_bytes(settings, ARCH, on_cpu=False) is None, "on CUDA devices vLLM decides"
