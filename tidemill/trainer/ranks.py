@@ -73,6 +73,8 @@ class Ranks:
 class ShardedRanks(Ranks):
     """One of several ranks."""
 
+    _passes = 0  # backward passes begun
+
     def __init__(self, rank: int, size: int, shard: str, replicas: int, device: torch.device, meeting: str) -> None:
         """Meet the other ranks, at a file that all can open ("" for a rank that is alone). Blocks until all have come."""
         import torch.distributed as dist
@@ -87,7 +89,6 @@ class ShardedRanks(Ranks):
             store = FileStore(meeting, size) if meeting else HashStore()
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         self.rank, self.size = rank, size
-        self._passes = 0  # backward passes begun
         self.replicas = {"none": size, "hsdp": replicas}.get(shard, 1)
         self.replica = rank // (size // self.replicas)
         self._at_once = self.keeps_copies = shard not in ("zero3", "hsdp")
