@@ -154,6 +154,7 @@ def test_every_preset_trains_on_what_lags(name, tmp_path):
     assert not torch.equal(initial, final)
 
 
+@pytest.mark.slow
 def test_two_environments_with_an_algorithm_each_are_both_learnt(tmp_path):
     (tmp_path / "both.py").write_text(
         "import tidemill\n\n"

@@ -128,6 +128,7 @@ def many(pair: str) -> list[Row]:
     return [{"prompt": f"{pair}=", "chosen": pair[0], "rejected": each} for each in sorted(bad)]
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_from_pairs_and_a_policy_from_it(tmp_path: Path) -> None:
     """As usual: sft, a reward model that begins there, a policy that nothing else judges."""
     told = learn(tmp_path, environment(tmp_path, answers), "sft", steps=50)

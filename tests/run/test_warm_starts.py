@@ -93,6 +93,7 @@ def test_a_target_out_of_reach_fails_keeps_nothing_and_goes_on_under_a_higher_li
 EXACT = {"deterministic": True, "warmup": SMALL["warmup"] | {"lr": 3e-4, "batch": 16}}
 
 
+@pytest.mark.slow
 def test_a_warm_up_that_is_killed_again_and_again_is_the_one_that_nobody_disturbed_to_the_last_bit(
     tmp_path: Path, monkeypatch
 ):

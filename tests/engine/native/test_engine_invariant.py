@@ -156,7 +156,9 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family", [each if each in ("qwen3", "odd") else pytest.param(each, marks=pytest.mark.slow) for each in MODELS]
+)
 async def test_bits_do_not_depend_on_company(family, monkeypatch):
     arch = MODELS[family]
     given = asks(sorted(MODELS).index(family))

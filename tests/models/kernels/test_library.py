@@ -173,31 +173,33 @@ def test_what_others_could_have_written_is_not_loaded(cache: Path, what: str) ->
     assert native() is None and "written to by others" in why_not() and str(path) in why_not()
 
 
+WRONG = [
+    ("before + sum;", "before + 2 * sum;"),
+    ("page++;", "page += 2;"),
+    ("_tile_dpbf16ps(t, 4, 6);", ""),
+    ("memcpy(to + bytes,", "memcpy(to,"),
+    ("total += sums[r] * *factors++", "total += sums[r]"),
+    ("        at += runs * count;", "        at += count;"),
+    ("x[i] *= weight[i];", "x[i] *= 1;"),
+    ("turned[i] = wide[i] * c[i] - ", "turned[i] = wide[i] * c[i] + "),
+    ("back[i] = d[i] * c[i] + ", "back[i] = d[i] * c[i] - "),
+    ("along *= scale * scale / (float)size;", "along *= scale / (float)size;"),
+    ("sums[i] += d[i] * x[i] * scale;", "sums[i] += d[i] * x[i];"),
+    ("* sigmoid(gates[i], &lacks) * ups[i]", "* ups[i]"),
+    ("(1.0f + gate * lacks)", "(1.0f + gate)"),
+    ("return sum + word", "return sum + 1"),
+    ("+ v] += weights[v] * factor", "+ v] += weights[0] * factor"),
+    ("_mm512_dpbf16_ps(sums[r][1], high, factor)", "_mm512_dpbf16_ps(sums[r][1], low, factor)"),
+    ("next[v] = (vec)(both & (int32_t)0xffff0000)", "next[v] = (vec)both"),
+    ("load((char *)x + i * width, narrow) + ", ""),
+    ("turned + q_heads * head", "turned"),
+    ("memcpy(&square[r], from, sizeof(ints))", "memcpy(&square[r], from, sizeof(ints) - 4)"),
+]  # (in the source, in its place)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
-    "right, wrong",
-    [
-        ("before + sum;", "before + 2 * sum;"),
-        ("page++;", "page += 2;"),
-        ("_tile_dpbf16ps(t, 4, 6);", ""),
-        ("memcpy(to + bytes,", "memcpy(to,"),
-        ("total += sums[r] * *factors++", "total += sums[r]"),
-        ("        at += runs * count;", "        at += count;"),
-        ("x[i] *= weight[i];", "x[i] *= 1;"),
-        ("turned[i] = wide[i] * c[i] - ", "turned[i] = wide[i] * c[i] + "),
-        ("back[i] = d[i] * c[i] + ", "back[i] = d[i] * c[i] - "),
-        ("along *= scale * scale / (float)size;", "along *= scale / (float)size;"),
-        ("sums[i] += d[i] * x[i] * scale;", "sums[i] += d[i] * x[i];"),
-        ("* sigmoid(gates[i], &lacks) * ups[i]", "* ups[i]"),
-        ("(1.0f + gate * lacks)", "(1.0f + gate)"),
-        ("return sum + word", "return sum + 1"),
-        ("+ v] += weights[v] * factor", "+ v] += weights[0] * factor"),
-        ("_mm512_dpbf16_ps(sums[r][1], high, factor)", "_mm512_dpbf16_ps(sums[r][1], low, factor)"),
-        ("next[v] = (vec)(both & (int32_t)0xffff0000)", "next[v] = (vec)both"),
-        ("load((char *)x + i * width, narrow) + ", ""),
-        ("turned + q_heads * head", "turned"),
-        ("memcpy(&square[r], from, sizeof(ints))", "memcpy(&square[r], from, sizeof(ints) - 4)"),
-    ],
+    "right, wrong", [pytest.param(*each, marks=[pytest.mark.slow] if n % 4 else []) for n, each in enumerate(WRONG)]
 )
 def test_a_library_that_computes_something_else_is_not_used(cache, tmp_path, monkeypatch, right, wrong) -> None:
     ways = {
