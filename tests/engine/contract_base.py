@@ -64,7 +64,7 @@ class Reference:
     model: LlamaForCausalLM
 
     @classmethod
-    def make(cls, folder: Path, seed: int, head_dim: int = 8) -> Reference:
+    def make(cls, folder: Path, seed: int, head_dim: int = 8, tied: bool = False) -> Reference:
         torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=VOCAB,
@@ -74,6 +74,7 @@ class Reference:
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=head_dim,
+            tie_word_embeddings=tied,
             max_position_embeddings=CONTEXT,
             initializer_range=0.3,  # far from uniform, so that errors show
             bos_token_id=1,

@@ -137,6 +137,7 @@ class RunConfig(Config):
             )
         for conflict in chain(
             self._rank_conflicts(),
+            self._server_conflicts(),
             self._data_conflicts(),
             self._offline_conflicts(),
             self._window_conflicts(),
@@ -150,6 +151,14 @@ class RunConfig(Config):
             yield (
                 f"placement.kind = 'inline' has one process, and trainer.ranks = {self.trainer.ranks} need one each: set "
                 "placement.kind = 'local', or trainer.ranks = 1"
+            )
+
+    def _server_conflicts(self) -> Iterator[str]:
+        url, count = getattr(self.engine, "url", ""), self.placement.engines + self.placement.reference_engines
+        if url and count > 1:
+            yield (
+                f"engine.url = {url!r} is one server, and {count} engines were asked for: set placement.engines = 1 and "
+                "placement.reference_engines = 0, or leave engine.url out"
             )
 
     def _data_conflicts(self) -> Iterator[str]:

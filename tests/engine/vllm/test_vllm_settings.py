@@ -12,6 +12,8 @@ from tidemill.core.errors import ConfigError
 from tidemill.engine.vllm.server_command import check_model, find_python, kv_bytes, server_command
 from tidemill.engine.vllm.vllm_settings import VllmSettings
 from tidemill.models.architecture import Architecture
+from tidemill.run.planner.server_memory import vllm_memory
+from tidemill.run.recipe import load_recipe
 
 ARCH = Architecture("llama", vocab=61, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=48, context=96)
 
@@ -105,3 +107,23 @@ def test_the_kv_cache_holds_all_sequences_or_a_share_of_the_free_memory() -> Non
     assert kv_bytes(settings, ARCH, on_cpu=True, free=1 << 40) == 11 * 128 * token  # a block each, and one that vLLM keeps
     assert kv_bytes(settings, ARCH, on_cpu=True, free=4 << 20) == 1 << 20
     assert kv_bytes(settings, ARCH, on_cpu=False) is None, "on CUDA devices vLLM decides"
+
+
+def test_one_server_is_not_several_engines() -> None:
+    base = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess", "engine": {"kind": "vllm", "url": "http://a:1"}}
+    load_recipe([], [], base)
+    with pytest.raises(ConfigError, match=r"engine.url = 'http://a:1' is one server, and 2 engines were asked for"):
+        load_recipe([], ["placement.engines=2"], base)
+
+
+def test_the_memory_of_a_server_is_known_before_it_starts() -> None:
+    def held(updated: bool = True, **settings: object) -> dict[str, int]:
+        chosen = VllmSettings.model_validate({"kv_memory_mb": 8, **settings})
+        return {each.what: each.bytes for each in vllm_memory(chosen, ARCH, 1000, True, None, updated)}
+
+    one, two = held(), held(tensor_parallel=2)
+    assert one["weights"] == two["weights"] == 4000 and one["KV cache"] == two["KV cache"] / 2 == 8 << 20
+    assert two["the next version, received by each rank"] == 2 * one["the next version, received by each rank"] == 8000
+    assert two["vLLM's 4 processes"] > one["vLLM's 3 processes"] > 1 << 30
+    assert held(dtype="bfloat16")["weights"] == 2000 and not any("next" in what for what in held(updated=False))
+    assert not vllm_memory(VllmSettings(url="http://a:1"), ARCH, 1000, True, None, True), "it runs elsewhere"

@@ -274,7 +274,7 @@ async def start(tmp_path: Path, *overrides: str, warm_up: bool = False) -> dict[
     preparation = Preparation(RunConfig.model_validate(json.loads(config.model_dump_json())), inline)
     devices = await preparation.place(str(model), given_in(config))
     plan = warm_up_plan(config, devices) if warm_up else plan_of(config, Architecture.from_folder(model), devices)
-    folder = cast(Any, SimpleNamespace(weights=tmp_path, profile=tmp_path))
+    folder = cast(Any, SimpleNamespace(weights=tmp_path, profile=tmp_path, logs=tmp_path))
     with pytest.raises(BaseExceptionGroup):
         async with start_cluster(plan, model, folder, cast(Any, placement), lambda *_: None):
             raise AssertionError("no process can have answered")

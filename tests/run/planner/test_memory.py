@@ -483,7 +483,7 @@ async def test_a_run_holds_what_it_will_use(tmp_path, monkeypatch, steps: int, e
         raise Started
 
     config = recipe(f"steps={steps}", f"record.checkpoint_every={every}", "max_lag=3")
-    folder, placement = SimpleNamespace(weights=tmp_path, profile=tmp_path), SimpleNamespace(start=start)
+    folder, placement = SimpleNamespace(weights=tmp_path, profile=tmp_path, logs=tmp_path), SimpleNamespace(start=start)
     with pytest.raises(BaseExceptionGroup):
         async with start_cluster(plan_of(config), tmp_path, cast(Any, folder), cast(Any, placement), lambda *_: None):
             raise AssertionError("nothing was started")

@@ -14,8 +14,8 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -94,6 +94,7 @@ class VllmEngine:
         self._by_key = dict[str, dict[str, asyncio.Future[bool]]]()  # requests under way by key: their ids and places
         self._beside, self._idle, self._memory = Beside(), Idle(), PeakMemory()
         self._counts, self._server, self._before = Counter[str](), Counter[str](), Counter[str]()
+        self._calls, self._span = 0, 0  # samples and scores under way, the span of their time
         self._failure: Exception | None = None
         self._updates = VllmUpdater(
             self._routes,
@@ -125,7 +126,7 @@ class VllmEngine:
         check_params(request.params, self.name)
         tokens = await self._checked(request.tokens, request.policy, reply=1)
         request = replace(request, tokens=tokens)
-        with self._idle.asked():
+        with self._busy():
             return await self._whole(lambda: self._sample(request))
 
     async def score(self, tokens: Array, policy: str, temperature: float = 1.0, top_k: int = 0) -> Scored:
@@ -138,7 +139,7 @@ class VllmEngine:
         tokens = await self._checked(tokens, policy)
         if len(tokens) == 1:
             return Scored(np.zeros(1, np.float32), self._updates.version)
-        with self._idle.asked():
+        with self._busy():
             return await self._whole(lambda: self._score(tokens, top_k))
 
     async def update(self, update: WeightUpdate) -> Version:
@@ -364,6 +365,20 @@ class VllmEngine:
 
     async def _read_metrics(self) -> None:
         self._server = await self._routes.metrics()
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Mark that something is sampled or scored; such blocks may overlap."""
+        self._calls += 1
+        if self._calls == 1:
+            self._span = self._beside.begin("generate")
+        try:
+            with self._idle.asked():
+                yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._beside.end(self._span)
 
     def _name(self) -> str:
         return f"{self._nonce}-{next(self._numbers)}"
