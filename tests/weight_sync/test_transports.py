@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from live_cases import SendsWhenRead, received
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
@@ -23,8 +24,9 @@ from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import Fingerprint, fingerprint
 from tidemill.models.hf_weights import load_slices, serving_slices
-from tidemill.models.weight_slices import Receiver, Sender, Slice
+from tidemill.models.weight_slices import LiveSender, Receiver, Sender, Slice
 from tidemill.weight_sync.checkpoint_transport import CheckpointSender
+from tidemill.weight_sync.collective_transport import CollectiveSender
 from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
 from tidemill.weight_sync.sync_settings import SyncSettings
 from tidemill.weight_sync.transport import make_receiver, make_sender
@@ -35,10 +37,21 @@ TRANSPORTS: dict[str, Callable[[Path], Sender]] = {
     "checkpoint": CheckpointSender,
     "parts": lambda folder: CheckpointSender(folder, part_bytes=256),  # several files
 }
+LIVE: dict[str, Callable[[Path], Sender]] = {
+    "collective": lambda _: SendsWhenRead(CollectiveSender()),
+}
+
+
+@pytest.fixture(params=TRANSPORTS | LIVE)
+def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sender]:
+    made = (TRANSPORTS | LIVE)[request.param](tmp_path / "weights")
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=TRANSPORTS)
-def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sender]:
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sender]:
+    """A sender whose versions lie somewhere, to be read later."""
     made = TRANSPORTS[request.param](tmp_path / "weights")
     yield made
     made.close()
@@ -88,7 +101,7 @@ def receive(published: WeightUpdate, receiver: Receiver | None = None) -> tuple[
     """The tensors put together, and the fingerprint of what came."""
     receiver = receiver or make_receiver(published.parts[0].transport)
     total, tensors = Fingerprint(), {}
-    for piece in receiver.receive(published):
+    for piece in received(published, receiver.receive):
         total.add(piece)
         into = tensors.setdefault(piece.name, torch.full(piece.shape, 77).to(piece.tensor.dtype))
         block = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
@@ -240,9 +253,9 @@ def test_a_longer_manifest_does_not_cost_a_mapping(tmp_path: Path) -> None:
     sender.close()
 
 
-def test_the_version_before_stays_readable(sender: Sender) -> None:
-    first = send(sender, Version(0), whole(weights(0)))
-    second = send(sender, Version(1), whole(weights(1)))
+def test_the_version_before_stays_readable(stored: Sender) -> None:
+    first = send(stored, Version(0), whole(weights(0)))
+    second = send(stored, Version(1), whole(weights(1)))
     assert same(receive(first)[0], weights(0))
     assert same(receive(second)[0], weights(1))
 
@@ -260,8 +273,9 @@ def test_an_old_version_is_not_taken_for_a_new_one(sender: Sender) -> None:
     ):
         with pytest.raises(PolicyMismatch, match="announced"):
             receive(replace(published[2], version=wrong))
-    with pytest.raises(PolicyMismatch):
-        receive(replace(published[2], parts=published[1].parts))
+    if not published[2].live:  # whose place is the sender's store, for every version
+        with pytest.raises(PolicyMismatch):
+            receive(replace(published[2], parts=published[1].parts))
 
 
 def test_the_same_version_may_be_sent_again(sender: Sender) -> None:
@@ -270,10 +284,10 @@ def test_the_same_version_may_be_sent_again(sender: Sender) -> None:
     assert same(receive(again)[0], weights(1))
 
 
-def test_failed_send_is_never_visible(sender: Sender) -> None:
-    good = send(sender, Version(0), whole(weights(0)))
-    send(sender, Version(1), whole(weights(1)))
-    kept = send(sender, Version(2), whole(weights(2)))
+def test_failed_send_is_never_visible(stored: Sender) -> None:
+    good = send(stored, Version(0), whole(weights(0)))
+    send(stored, Version(1), whole(weights(1)))
+    kept = send(stored, Version(2), whole(weights(2)))
 
     def failing() -> Iterable[Slice]:
         yield from whole(weights(3))[:3]
@@ -281,12 +295,12 @@ def test_failed_send_is_never_visible(sender: Sender) -> None:
 
     for _ in range(3):
         with pytest.raises(MemoryError):
-            sender.send(Version(3, fingerprint="f"), failing())
+            stored.send(Version(3, fingerprint="f"), failing())
         assert same(receive(kept)[0], weights(2))
         for parts in (good.parts, kept.parts):
             with pytest.raises(PolicyMismatch):
                 receive(replace(kept, version=replace(kept.version, step=3), parts=parts))
-    assert same(receive(send(sender, Version(3), whole(weights(3))))[0], weights(3))
+    assert same(receive(send(stored, Version(3), whole(weights(3))))[0], weights(3))
 
 
 @pytest.mark.parametrize("case", ["gap", "twice", "nothing", "outside", "complex"])
@@ -303,7 +317,7 @@ def test_only_whole_tensors_can_be_sent(sender: Sender, case: str) -> None:
         sender.send(Version(0, fingerprint="f"), slices)
 
 
-def test_receiver_in_another_process(sender: Sender) -> None:
+def test_receiver_in_another_process(stored: Sender) -> None:
     script = (
         "import sys, msgspec; from tidemill.core.weight_update import WeightUpdate\n"
         "from tidemill.weight_sync.transport import make_receiver\n"
@@ -311,25 +325,25 @@ def test_receiver_in_another_process(sender: Sender) -> None:
         "p = msgspec.json.decode(sys.argv[1], type=WeightUpdate)\n"
         "print(fingerprint(make_receiver(p.parts[0].transport).receive(p)))"
     )
-    published = send(sender, Version(1), cut(weights()))
+    published = send(stored, Version(1), cut(weights()))
     argument = msgspec.json.encode(published).decode()
     done = subprocess.run([sys.executable, "-c", script, argument], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == published.version.fingerprint, done.stderr
     assert done.stderr == ""  # no warning of read-only memory, no tracker complaining
 
 
-def test_close_leaves_nothing(sender: Sender, tmp_path: Path) -> None:
-    published = send(sender, Version(0), whole(weights()))
+def test_close_leaves_nothing(stored: Sender, tmp_path: Path) -> None:
+    published = send(stored, Version(0), whole(weights()))
     receive(published)
-    sender.close()
+    stored.close()
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
     assert not os.path.exists(published.parts[0].location)
     with pytest.raises(PolicyMismatch):
         receive(published)
 
 
-def test_an_abandoned_receive_leaves_no_descriptor(sender: Sender) -> None:
-    published = send(sender, Version(0), whole(weights()))
+def test_an_abandoned_receive_leaves_no_descriptor(stored: Sender) -> None:
+    published = send(stored, Version(0), whole(weights()))
     receiver = make_receiver(published.parts[0].transport)
     list(receiver.receive(published))
     before = len(os.listdir("/dev/fd"))
@@ -347,14 +361,18 @@ def test_a_decoder_arrives_as_it_was_served(sender: Sender, dtype: torch.dtype) 
     trained, serving = Decoder(arch), Decoder(arch).to(dtype)
     trained.initialise(torch.Generator().manual_seed(1))
     published = send(sender, Version(1), serving_slices(trained, dtype))
-    load_slices(serving, make_receiver(published.parts[0].transport).receive(published))
+    load_slices(serving, received(published, make_receiver(published.parts[0].transport).receive))
     assert fingerprint(serving_slices(serving, dtype)) == published.version.fingerprint
     assert same(serving.state_dict(), trained.to(dtype).state_dict())
 
 
 def test_factories_follow_the_settings(tmp_path: Path) -> None:
-    for transport in ("shared_memory", "checkpoint"):
-        made = make_sender(SyncSettings(transport=transport), tmp_path / transport)
+    for transport in ("shared_memory", "checkpoint", "collective"):
+        settings = SyncSettings(transport=transport)
+        made = make_sender(settings, tmp_path / transport)
+        assert settings.live == isinstance(made, LiveSender)
+        assert settings.same_host == (transport != "checkpoint")
+        made = SendsWhenRead(made) if isinstance(made, LiveSender) else made
         published = send(made, Version(0), whole(weights()))
         assert published.parts[0].transport == transport
         assert same(receive(published)[0], weights())

@@ -18,17 +18,17 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from tidemill.controller.first_cause import GRACE_S
-from tidemill.core.errors import EngineFailed, PeerLost, PolicyMismatch, RemoteError
+from tidemill.controller.weight_delivery import LOST, Delivery, SenderLost
+from tidemill.core.errors import PolicyMismatch, WeightsMoved
 from tidemill.core.interfaces import Capabilities, Engine, Trainer
 from tidemill.core.types import Array, Completion, GenerateRequest, Scored, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.observability.stall_report import waiting
 
 T = TypeVar("T")
-LOST = (PeerLost, EngineFailed, RemoteError)  # the engine is lost: another one repeats its work
 
 
 class MemberState(StrEnum):
@@ -59,6 +59,10 @@ class Member:
                 request.reschedule(asyncio.get_running_loop().time())
 
 
+def _raise(member: Member, loss: Exception) -> NoReturn:
+    raise loss
+
+
 class ContextShrank(Exception):
     """No member that serves has the context that this group began with: it begins anew with less."""
 
@@ -77,6 +81,8 @@ class EnginePool:
         self._changed = asyncio.Event()  # set, and replaced by a new one, at each change
         self._committing = asyncio.Lock()  # bounded: held for updates, which have deadlines
         self._published: WeightUpdate | None = None
+        self._trainer: Trainer | None = None  # that published it, and sends it again to members that join
+        self._delivery = Delivery()
         self._asleep_since: float | None = None  # by the event loop's clock; None: awake
         self._slept = 0.0  # seconds, in sleeps that are over
         self._all_asleep = False
@@ -116,17 +122,22 @@ class EnginePool:
             finally:
                 route.leave()
 
-    async def publish(self, published: WeightUpdate) -> Version:
+    async def publish(self, published: WeightUpdate, trainer: Trainer | None = None) -> Version:
         """Have every member that serves, at least one, commit this version.
 
-        Raises PolicyMismatch when one reports another version, and when a later step is in force.
+        trainer: sends it, if it is live; to members that join later, too, as long as it has these weights. Raises
+        PolicyMismatch when one reports another version, and when a later step is in force.
         """
         async with self._committing:
             if self.in_force is not None and published.version.step < self.in_force.step:
                 raise PolicyMismatch(f"{published.version} would follow {self.in_force}: engines never step back")
-            self._published, self._withdrawn = published, False
+            self._published, self._trainer, self._withdrawn = published, trainer, False
             self._tell()
-            await asyncio.gather(*(self._commit(member, published) for member in self._serving()))
+            try:
+                await self._delivery.bring(published, self._serving(), trainer, self._lose)
+            except SenderLost as lost:
+                assert lost.__cause__ is not None
+                raise lost.__cause__ from None
         await self._until_one_serves()  # when all were lost: the first one to join has committed this version
         return published.version
 
@@ -173,8 +184,8 @@ class EnginePool:
             raise ValueError(f"{member.name} is in the pool already: a new member needs a name of its own")
         self._members[member.name] = member
         try:
-            while not await self._caught_up(member):
-                await self._until(lambda: not self._withdrawn, "the trainer", "the next version")
+            while (gone := await self._caught_up(member)) is not None:
+                await self._follows(gone)
         except BaseException:
             self._remove(member, MemberState.LOST)
             raise
@@ -251,6 +262,10 @@ class EnginePool:
     async def _until_one_serves(self) -> None:
         await self._until(lambda: bool(self._serving()), "engines", "one that serves")
 
+    async def _follows(self, gone: WeightUpdate) -> None:
+        """Wait for weights after these, or for these once more from another trainer."""
+        await self._until(lambda: not self._withdrawn and self._published is not gone, "the trainer", "the next version")
+
     async def _until(self, condition: Callable[[], bool], peer: str, what: str) -> None:
         if not condition():
             with waiting(peer, what):
@@ -264,45 +279,32 @@ class EnginePool:
         members = [member for member in self._members.values() if member.state is not MemberState.JOINING]
         await asyncio.gather(*(self._attempt(member, lambda member: work(member.engine)) for member in members))
 
-    async def _commit(self, member: Member, published: WeightUpdate) -> None:
-        await self._attempt(member, lambda member: self._update(member, published))
-
     async def _attempt(self, member: Member, work: Callable[[Member], Awaitable[None]]) -> None:
         try:
             await work(member)
         except LOST as loss:
             self._lose(member, loss)
 
-    async def _caught_up(self, member: Member) -> bool:
-        """Bring a joining member to the version in force. False: its weights are gone, with the trainer."""
+    async def _caught_up(self, member: Member) -> WeightUpdate | None:
+        """Bring a joining member to the version in force. Returns that if its weights are gone."""
         async with self._committing:  # after a publication that is under way
             if self._withdrawn:
-                return False
+                return self._published
             if self._published is not None:
                 try:
-                    served = await member.engine.update(self._published)
-                except PolicyMismatch:
+                    await self._delivery.bring(self._published, [member], self._trainer, _raise)
+                except WeightsMoved:
+                    return self._published  # the next version is on its way
+                except (PolicyMismatch, SenderLost):
                     with suppress(TimeoutError):
                         async with asyncio.timeout(GRACE_S):
                             await self._until(lambda: self._withdrawn, "the trainer", "its end")
                     if not self._withdrawn:
                         raise
-                    return False
-                self._expect(member, served, self._published)
+                    return self._published
             if self._asleep_since is not None:
                 await member.engine.sleep(weights=True)
-            return True
-
-    async def _update(self, member: Member, published: WeightUpdate) -> None:
-        self._expect(member, await member.engine.update(published), published)
-
-    @staticmethod
-    def _expect(member: Member, served: Version, published: WeightUpdate) -> None:
-        if served != published.version:
-            raise PolicyMismatch(
-                f"{member.name} serves {served} ({served.fingerprint}), published was {published.version} "
-                f"({published.version.fingerprint})"
-            )
+            return None
 
     def _lose(self, member: Member, loss: Exception) -> None:
         if member.state in (MemberState.GONE, MemberState.LOST):
@@ -367,7 +369,7 @@ class PoolPublisher:
 
     async def publish(self, version: Version) -> Version:
         published = await self._trainer.publish(version)
-        served = await self._pool.publish(published)
+        served = await self._pool.publish(published, self._trainer)
         if published.note and self._tell is not None and published.note not in self._told:
             self._told.add(published.note)
             self._tell(served, published.note)

@@ -1,7 +1,7 @@
 """A trainer of several ranks behind the `Trainer` protocol: deals rows, asks all ranks, puts their answers together.
 
     samples -> deal -> each rank's rows -> forward_backward on all ranks at once -> sums of metrics, logprobs in order
-    publish -> each rank writes the blocks it holds -> one update of several parts
+    publish -> each rank writes or announces the blocks it holds -> one update of several parts
 
 Every call goes to every rank, because ranks meet in collective operations. An error that only some of them meet would leave
 the others waiting there, so it ends the group: all ranks are killed, and the call raises that error. The loss of a rank is
@@ -116,6 +116,9 @@ class TrainerGroup:
         if other := next((each for each in updates if each.version.exact != first.version.exact), None):
             raise PolicyMismatch(f"ranks of the trainer announce {first.version.exact} and {other.version.exact}")
         return replace(first, parts=tuple(part for each in updates for part in each.parts))
+
+    async def send(self, update: WeightUpdate) -> str:
+        return next(filter(None, await self._all(lambda i, rank: rank.send(update))), "")
 
     async def snapshot(self) -> None:
         await self._all(lambda i, rank: rank.snapshot())

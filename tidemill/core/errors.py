@@ -78,6 +78,14 @@ class PolicyMismatch(TidemillError, RuntimeError):
     """Weights are not the ones they claim to be (I1). Engines, transports and checks raise it; it ends the run."""
 
 
+class TransferFailed(TidemillError, ConnectionError):
+    """Weights did not arrive in time, or a peer is gone. Receivers raise it; the pool tells the engine again."""
+
+
+class WeightsMoved(TidemillError, LookupError):
+    """The trainer was to send a version again, and has other weights by now. The pool waits for the next version."""
+
+
 class TrainingDiverged(TidemillError, ArithmeticError):
     """The gradient is not finite. The trainer took no step; it ends the run."""
 

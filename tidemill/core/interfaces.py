@@ -46,6 +46,7 @@ class Capabilities:
     sleep: bool = False  # `sleep` and `wake` work
     proof: Literal["served", "received", "none"] = "served"  # what the fingerprint of `update` was computed over
     updates: UpdateSupport = field(default_factory=UpdateSupport)  # of the transport, too, that it was built with
+    receivers: int = 1  # processes that receive a live update: one for each tensor-parallel rank
 
     def scores(self, temperature: float) -> bool:
         """True if `score` works at this temperature."""
@@ -90,8 +91,9 @@ class Engine(Sampler, Protocol):
         """Stage, verify and commit new weights between two decode steps; return the version now served.
 
         That version carries the fingerprint of the weights received. Raises PolicyMismatch when they are not those that
-        were sent, or apply to others than those that are served, and ValueError for a kind of update, or a number of
-        parts, that this engine does not take. The engine then goes on serving the old version.
+        were sent, or apply to others than those that are served, TransferFailed when they did not arrive, and ValueError
+        for a kind of update, or a number of parts, that this engine does not take. The engine then goes on serving the old
+        version.
         """
         ...
 
@@ -132,7 +134,18 @@ class Trainer(Protocol):
         ...
 
     async def publish(self, version: Version) -> WeightUpdate:
-        """Write the serving weights for engines to stage; the result's version carries their fingerprint."""
+        """Write or announce the serving weights for engines to stage; the result's version carries their fingerprint.
+
+        Those of a live update are sent by `send`, while engines receive.
+        """
+        ...
+
+    async def send(self, update: WeightUpdate) -> str:
+        """Send a live update that was published, as its rendezvous says, and once more to others if asked.
+
+        Returns the reason why an engine did not receive everything, "" if all did. Weights do not change meanwhile. Raises
+        WeightsMoved when they have changed since the publication, or another version has been published.
+        """
         ...
 
     async def snapshot(self) -> None:

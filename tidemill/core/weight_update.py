@@ -1,11 +1,14 @@
 """Weight updates: handles to the weights of one version, which a trainer publishes and engines stage.
 
 A handle is small enough to send anywhere. Its parts say where the bytes are: one for each process that wrote some.
+
+    stored    the bytes lie there when the handle is published; engines read them when they like
+    live      the handle announces them; the trainer sends while the engines receive, by a rendezvous of all of them
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tidemill.core.errors import PolicyMismatch
@@ -21,6 +24,24 @@ class WeightPart:
     transport: str  # that wrote them, and reads them
     location: str  # shared-memory segment name or folder
     bytes: int = 0
+    live: bool = False  # nothing is written: its process sends while engines receive
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """The processes that meet to exchange live weights, and the limit of the exchange.
+
+    Every one that sends (a part each) is rank 0 of a process group; those that receive are ranks 1 to `receivers` of it.
+    """
+
+    group: str  # names the process groups: the same name as long as the same processes meet, and none has failed
+    first: int  # rank of the engine's first receiving process
+    receivers: int
+    limit_s: float
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.first <= self.receivers and 0 < self.limit_s < float("inf")):
+            raise ValueError(f"{self}: expected a rank from 1 to {self.receivers}, and a limit in seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +52,7 @@ class WeightUpdate:
     parts: tuple[WeightPart, ...]
     kind: UpdateKind = "full"
     base: Version | None = None  # the version that must be served before; None: any, as every weight is replaced
+    rendezvous: Rendezvous | None = None  # of a live update, as it is given to one engine, and to the trainer to send
     note: str = ""  # why these are the weights of the version before, though there was an update
 
     def __post_init__(self) -> None:
@@ -43,6 +65,17 @@ class WeightUpdate:
     @property
     def bytes(self) -> int:
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def live(self) -> bool:
+        """True if the trainer must send it while engines receive."""
+        return any(part.live for part in self.parts)
+
+    def for_process(self, number: int) -> WeightUpdate:
+        """The update as the engine's receiving process of this number, from 0, takes it."""
+        if self.rendezvous is None:
+            return self
+        return replace(self, rendezvous=replace(self.rendezvous, first=self.rendezvous.first + number))
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ def load_slices(decoder: Decoder, slices: Iterable[Slice]) -> None:
 
 
 def loading(decoder: Decoder, slices: Iterable[Slice], uploads: Uploads | None = None) -> Work[None]:
-    """`load_slices` in pieces; `uploads`, if given, copies them."""
+    """`load_slices` in pieces; `uploads`, if given, copies them. A slice that is the decoder's own memory is there."""
     views, coverage = dict(hf_views(decoder)), Coverage()
     for piece in slices:
         if piece.name not in views:
@@ -136,6 +136,8 @@ def loading(decoder: Decoder, slices: Iterable[Slice], uploads: Uploads | None =
         coverage.add(piece)
         if piece.tensor.shape != view.shape:
             view = view[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))]
+        if piece.tensor.data_ptr() == view.data_ptr() and piece.tensor.dtype == view.dtype and view.is_contiguous():
+            continue  # it was received in place
         for rows, given in by_rows(view, piece.tensor.detach()):
             if uploads is None:
                 rows.copy_(given)

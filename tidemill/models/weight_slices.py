@@ -7,9 +7,10 @@ with its index in the whole tensor, so slices of any cut add up to the same numb
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from threading import Event
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +48,31 @@ class Sender(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class LiveSender(Protocol):
+    """The trainer's side of a transport that sends while engines receive."""
+
+    def offer(self, version: Version, forms: Iterable[Slice], stream: Stream) -> WeightUpdate:
+        """Announce a version. Raises ValueError when slices do not fill their tensors, or cannot be sent.
+
+        forms: the slices without data, on the device "meta". stream: makes them with data, in the same order; it is called
+        for each `send_offered`. Their tensors stay unchanged until the next offer, except between two sends.
+        """
+        ...
+
+    def send_offered(self, update: WeightUpdate, stop: Event) -> None:
+        """Send what was offered to the receivers of the update's rendezvous. Blocking, until `stop` is set at most.
+
+        Raises TransferFailed when not all of them received everything.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+Stream = Callable[[], Iterable[Slice]]
+
+
 class Receiver(Protocol):
     """An engine's side of a transport."""
 
@@ -61,6 +87,19 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class LiveReceiver(Receiver, Protocol):
+    """An engine's side of a transport whose trainer sends meanwhile. It computes nothing, and may run in any thread."""
+
+    def receive_into(self, update: WeightUpdate, into: Mapping[str, Tensor], stop: Event) -> Iterable[Slice]:
+        """`receive`, which is this without tensors to fill. Raises TransferFailed, also once `stop` is set.
+
+        into: tensors by name, contiguous and on the CPU, that are filled in place as far as they fit; slices of those are
+        views of them. An iteration that is left early breaks the transfer off for all.
+        """
+        ...
 
 
 _Block = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, its shape

@@ -41,7 +41,11 @@ ENGINE_DEADLINES["capabilities"] = READY_S
 REFERENCE_DEADLINES: dict[str, float] = {"score": 3600.0, "capabilities": READY_S}  # a row waits for all those of its step
 PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("open_model", "place", "check_memory", "extras"), START_S)
 TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
-    ("forward", "forward_backward", "apply", "publish", "snapshot", "save", "load", "export", "sleep", "wake"), 3600.0
+    (
+        *("forward", "forward_backward", "apply", "publish", "send", "snapshot"),
+        *("save", "load", "export", "sleep", "wake"),
+    ),
+    3600.0,
 )
 
 

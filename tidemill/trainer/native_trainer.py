@@ -8,9 +8,10 @@ calls that would change its source wait for the copy.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +19,8 @@ from typing import TypeVar
 import torch
 
 from tidemill.core import fault_injection
-from tidemill.core.errors import CheckpointError, PolicyMismatch
+from tidemill.core.errors import CheckpointError, PolicyMismatch, TransferFailed, WeightsMoved
+from tidemill.core.executors import in_thread
 from tidemill.core.types import Array, LossSpec, Metrics, Sample, Telemetry, TrainResult, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.decoder import Decoder
@@ -26,9 +28,10 @@ from tidemill.models.hf_weights import hf_blocks, save_folder, scored_tensors, s
 from tidemill.models.host_memory import give_back
 from tidemill.models.served_weights import Contents, checked, words_of
 from tidemill.models.trained_linear import MIXES
-from tidemill.models.weight_slices import Sender, Slice
+from tidemill.models.weight_slices import LiveSender, Sender, Slice
 from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer import training_pass
+from tidemill.trainer.announced import Announced, why_unchanged
 from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.parallel_micro_batches import Lanes
@@ -61,7 +64,7 @@ class NativeTrainer:
         reference: Reference | None = None,
         critic: Critic | None = None,
         scores: bool = False,
-        sender: Sender | None = None,
+        sender: Sender | LiveSender | None = None,
         source: str | Path | None = None,
         offload: Offload = inline,
         process: str = "trainer",
@@ -117,7 +120,8 @@ class NativeTrainer:
         room = Snapshot.room(self.decoder, self._optimizer, self._kept, self._ranks, self._sums) if checkpoints else None
         self._room: Snapshot | None = room  # memory for the next snapshot
         self._copying: asyncio.Future[None] | None = None  # copy of the snapshot, beside calls that read the weights
-        self._announced: _Announced | None = None  # the latest publication; None before the first, and after `load`
+        self._steady = asyncio.Lock()  # bounded: held for an update, or for a transfer with its limit
+        self._announced: Announced | None = None  # the latest publication; None before the first, and after `load`
         self._applied: Metrics = {}  # metrics of the optimizer's latest update
 
     @property
@@ -177,7 +181,8 @@ class NativeTrainer:
         if self._copying is not None:
             with self._recorder.span("snapshot"):
                 await self._copied()
-        return await self._do("apply", run, self.updates)
+        async with self._steady:
+            return await self._do("apply", run, self.updates)
 
     async def publish(self, version: Version) -> WeightUpdate:
         """Send the weights to the engines as `version`; returns where they are.
@@ -196,21 +201,50 @@ class NativeTrainer:
 
         return await self._do("publish", run, version.step, step=version.step)
 
-    def _send(self, version: Version, sender: Sender) -> WeightUpdate:
+    async def send(self, update: WeightUpdate) -> str:
+        """Send the live update that was published last, in a thread: gradients may be computed meanwhile, updates wait."""
+        sender, stop, step = self._sender, threading.Event(), update.version.step
+        if not isinstance(sender, LiveSender):
+            raise ValueError("this trainer's transport sends nothing later: it has written the weights already")
+
+        def run() -> str:
+            fault_injection.reach(self._recorder.process, "send", step)
+            with self._recorder.span("send", step=step):
+                try:
+                    sender.send_offered(update, stop)
+                except TransferFailed as error:
+                    return str(error)
+            self._recorder.count("sent_updates", 1)
+            return ""
+
+        async with self._steady:
+            if (now := self._announced) is None or now.version != update.version or now.updates != self.updates:
+                raise WeightsMoved(f"{update.version.exact} cannot be sent any more: the trainer has other weights by now")
+            return await in_thread(run, stop=stop)
+
+    def _send(self, version: Version, sender: Sender | LiveSender) -> WeightUpdate:
         dtype, before = self.settings.serving_dtype, self._announced
         blocks, add_up = list(self._ranks.own(hf_blocks(self.decoder))), self._ranks.sums
         own = Contents.of_blocks(self.decoder, blocks, DTYPES[dtype], add_up)
         masters = own.words if dtype == "float32" else words_of(self.decoder, add_up)
-        announced = _Announced(own, masters, self.updates)
         version = replace(version, fingerprint=own.fingerprint)
+        announced = Announced(version, own, masters, self.updates)
         sent = [block for block in blocks if block.tensor.numel()]
-        published = sender.send(version, checked(self._stream(version, blocks), own, sent))
+
+        def stream() -> Iterator[Slice]:
+            return checked(self._stream(version, blocks), own, sent)
+
+        if isinstance(sender, LiveSender):
+            forms = (replace(b, tensor=b.tensor.to("meta", DTYPES[dtype]), total=own.totals[b.name]) for b in sent)
+            published = sender.offer(version, forms, stream)
+        else:
+            published = sender.send(version, stream())
         if published.version != version:
             raise PolicyMismatch(
                 f"the transport announces {published.version} ({published.version.fingerprint}), not {version}"
             )
         self._announced = announced
-        return replace(published, note=_why_unchanged(before, announced, self._applied, dtype))
+        return replace(published, note=why_unchanged(before, announced, self._applied, dtype))
 
     def _stream(self, version: Version, blocks: list[Slice]) -> Iterator[Slice]:
         for count, piece in enumerate(serving_slices(self.decoder, DTYPES[self.settings.serving_dtype], blocks)):
@@ -260,7 +294,8 @@ class NativeTrainer:
         """Restore the trainer from `folder`. Raises CheckpointError, and changes nothing, if it does not fit."""
         await self._copied()
         whole = self.decoder, self._optimizer, self._kept, self._sums
-        await self._do("load", lambda: load_checkpoint(Path(folder), *whole))
+        async with self._steady:
+            await self._do("load", lambda: load_checkpoint(Path(folder), *whole))
         self._announced = None
 
     async def export(self, folder: str) -> None:
@@ -328,26 +363,6 @@ class NativeTrainer:
         self._ranks.close()
         if self._sender is not None:
             self._sender.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Announced:
-    """One publication: the contents that were sent, and the weights they were made from."""
-
-    contents: Contents
-    masters: dict[str, int]  # sums of the float32 weights, see `words_of`
-    updates: int  # optimizer updates done by then
-
-
-def _why_unchanged(before: _Announced | None, now: _Announced, applied: Metrics, dtype: str) -> str:
-    """The reason why the served weights are unchanged; "" if they changed."""
-    if before is None or before.updates == now.updates or before.contents.fingerprint != now.contents.fingerprint:
-        return ""
-    if before.masters != now.masters:
-        return f"the update is below the resolution of {dtype}, in which they are served (the trainer's own did change)"
-    if applied["lr"] == 0:
-        return "the learning rate is 0"
-    return "the gradient is zero" if applied["grad_norm"] == 0 else "the update is below the resolution of float32"
 
 
 def _expect_own(*policies: str) -> None:

@@ -65,9 +65,13 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(item.name, item.shape, item.offset, tuple(item.tensor.shape), dtype, item.total, part, start)
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
     def length(self) -> int:
         """The size of the block in bytes."""
-        return prod(self.size) * DTYPES[self.dtype].itemsize
+        return prod(self.size) * self.torch_dtype.itemsize
 
     @property
     def key(self) -> str:

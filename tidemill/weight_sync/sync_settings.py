@@ -18,12 +18,28 @@ _SETTINGS = "tidemill.weight_sync.sync_settings:SyncSettings"
 TRANSPORTS = Registry("placement.sync.transport", key="transport")
 TRANSPORTS.register("shared_memory", _SETTINGS, "tidemill.weight_sync.transport:shared_memory")
 TRANSPORTS.register("checkpoint", _SETTINGS, "tidemill.weight_sync.transport:checkpoint")
+TRANSPORTS.register("collective", _SETTINGS, "tidemill.weight_sync.transport:collective")
 
 OLD_NAME = "carrier"  # of the key `transport`
 
 
 class BaseSyncSettings(KindSettings, registry=TRANSPORTS):
     """Settings that every transport has, which a run reads whatever the transport."""
+
+    @property
+    def same_host(self) -> bool:
+        """True if trainer and engines must be on one machine."""
+        return True
+
+    @property
+    def live(self) -> bool:
+        """True if the trainer sends while engines receive."""
+        return False
+
+    @property
+    def reread(self) -> bool:
+        """True if an engine can read the weights of the version in force again."""
+        return not self.live
 
     @classmethod
     def _chosen(cls, given: Any) -> Any:
@@ -38,8 +54,17 @@ class BaseSyncSettings(KindSettings, registry=TRANSPORTS):
 class SyncSettings(BaseSyncSettings):
     """Transport of new weights from the trainer to the engines."""
 
-    transport: Literal["shared_memory", "checkpoint"] = Field(
+    transport: Literal["shared_memory", "checkpoint", "collective"] = Field(
         default="shared_memory",
-        description="Transport of new weights to the engines. checkpoint: files, for engines that share only a disk",
+        description="Transport of new weights to the engines. checkpoint: files, for engines that share only a disk; "
+        "collective: broadcasts from the trainer's ranks, while engines receive",
     )
     keep: int = Field(default=2, ge=2, description="Versions that the transport `checkpoint` keeps on disk")
+
+    @property
+    def same_host(self) -> bool:
+        return self.transport != "checkpoint"
+
+    @property
+    def live(self) -> bool:
+        return self.transport == "collective"

@@ -1,4 +1,8 @@
-"""Both ends of a transport by its name: the trainer's sender and an engine's receiver."""
+"""Both ends of a transport by its name: the trainer's sender and an engine's receiver.
+
+An engine in a foreign process, such as a plug-in of another server, takes `make_receiver(NAME)` and gives each of its
+processes the update `for_process(its number)`. See docs/weight_sync.md for what it must do.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidemill.models.weight_slices import Receiver, Sender
+from tidemill.models.weight_slices import LiveSender, Receiver, Sender
 from tidemill.weight_sync.checkpoint_transport import CheckpointReceiver, CheckpointSender
+from tidemill.weight_sync.collective_transport import CollectiveReceiver, CollectiveSender
 from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
 from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings
 
@@ -17,7 +22,9 @@ from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings
 class Transport:
     """Both ends of one transport, returned by its builder."""
 
-    sender: Callable[[Any, Path, bool], Sender]  # of its settings, a folder of its own, and `partial`: see `make_sender`
+    sender: Callable[
+        [Any, Path, bool], Sender | LiveSender
+    ]  # of its settings, a folder of its own, and `partial`: see `make_sender`
     receiver: Callable[[], Receiver]
 
 
@@ -33,7 +40,12 @@ def checkpoint() -> Transport:
     )
 
 
-def make_sender(settings: BaseSyncSettings, folder: Path, partial: bool = False) -> Sender:
+def collective() -> Transport:
+    """Builder of the collective transport, whose trainer sends while engines receive."""
+    return Transport(lambda settings, folder, partial: CollectiveSender(partial), CollectiveReceiver)
+
+
+def make_sender(settings: BaseSyncSettings, folder: Path, partial: bool = False) -> Sender | LiveSender:
     """The trainer's end of a transport, or that of one of its ranks.
 
     folder: where the transport may keep files. partial: it sends one part of each version, and others the rest.

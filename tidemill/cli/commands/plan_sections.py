@@ -28,6 +28,7 @@ from tidemill.run.planner.plan import RunPlan, plan_of
 from tidemill.run.planner.trainer_memory import trainer_lanes
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of, check_companions, expect_model
+from tidemill.weight_sync.sync_settings import BaseSyncSettings
 
 PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and the model of each
 MEMORY = "memory, an estimate"
@@ -225,8 +226,15 @@ def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
         ("steps", f"{about['steps']:,} of {about['step']['sequences']:,} attempts = {about['samples']:,}{more}"),
         ("max_lag", f"{config.max_lag}: {behind}"),
         ("slots", f"{slots} groups in flight or waiting"),
+        ("weights", _weights(config.placement.sync)),
         *([("devices", placed)] if placed else []),
     ]
+
+
+def _weights(sync: BaseSyncSettings) -> str:
+    """The transport of new weights, in words."""
+    near = "trainer and engines on one machine" if sync.same_host else "trainer and engines share a disk"
+    return f"{sync.kind_name}: {near}" + ("; sent while engines receive" if sync.live else "")
 
 
 def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Row]:

@@ -2,6 +2,7 @@
 
     receive -> copy into the spare decoder -> fingerprint the staged weights -> compare     (the commit is the engine's)
     after the commit: verify the weights that are served now
+    live weights: a thread receives, into the spare decoder as far as it can, and what follows is the same
 
 All of it is done in pieces, between which steps are taken: see `weight_updates.in_turns`. An engine that sleeps may have
 given both decoders back. Then a stage allocates one, and it is served without a spare beside it.
@@ -13,6 +14,7 @@ use are compared with those of the verified bytes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,13 +28,13 @@ from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.models.decoder import Decoder, decoding_weights
-from tidemill.models.hf_weights import empty_decoder, loading
+from tidemill.models.hf_weights import empty_decoder, hf_views, loading
 from tidemill.models.kernels.cpu.decode_pass import DecodingWeights
 from tidemill.models.kernels.cuda.transfers import Uploads
 from tidemill.models.piecewise import Work, at_once, by_rows
 from tidemill.models.served_linear import wide_product, widens
 from tidemill.models.served_weights import Contents, words_by_matrix, words_in_use
-from tidemill.models.weight_slices import Receiver, Slice
+from tidemill.models.weight_slices import LiveReceiver, Receiver, Slice
 
 
 @dataclass(slots=True)
@@ -92,7 +94,18 @@ class Staging:
         weight, self._arch = serving.decoder.embed.weight, serving.decoder.arch
         self._device, self._dtype = weight.device, weight.dtype
         self._uploads = Uploads(self._device) if self._device.type == "cuda" else None
+        self._arrived: dict[str, int | None] | None = None  # sums by name, of a live update that is in the spare decoder
         self._proven: tuple[Version, dict[str, int]] | None = None  # version and words of the latest stage
+
+    def arrive(self, update: WeightUpdate, stop: threading.Event) -> None:
+        """Receive a live update, in a thread. `stage` then verifies it. Raises TransferFailed, and PolicyMismatch."""
+        assert isinstance(self._receiver, LiveReceiver)
+        self._arrived, totals = None, dict[str, int | None]()
+        spare = self._spare_decoder()
+        into = dict(hf_views(spare)) if self._uploads is None else {}
+        with beside(self._device):
+            at_once(self._filling(update, self._receiver.receive_into(update, into, stop), totals))
+        self._arrived = totals
 
     def stage(self, update: WeightUpdate, serving: Weights) -> Work[Weights]:
         """Receive and verify a version. Raises PolicyMismatch if it is not the announced one."""
@@ -102,21 +115,29 @@ class Staging:
             return (yield from self._stage(update, serving))
 
     def _stage(self, update: WeightUpdate, serving: Weights) -> Work[Weights]:
-        version = update.version
-        totals: dict[str, int | None] = {}
-        if self._spare is None:
-            self._spare = empty_decoder(self._arch, self._dtype, self._device).requires_grad_(False)
-        spare = self._spare
-        try:
-            yield from loading(spare, _noting(self._receiver.receive(update), totals), self._uploads)
-        except ValueError as error:
-            raise PolicyMismatch(f"{version}: what was received is not this model's weights: {error}") from error
+        version, spare = update.version, self._spare_decoder()
+        totals, self._arrived = self._arrived if update.live else {}, None
+        assert totals is not None, "a live update must arrive first"
+        if not update.live:
+            yield from self._filling(update, self._receiver.receive(update), totals)
         held = yield from Contents.summing(spare, self._dtype)
         if held.fingerprint != version.fingerprint:
             raise PolicyMismatch(f"{version}: {_difference(held, version, totals, serving.version)}")
         yield
         self._proven = version, words_by_matrix(spare, held.words)
         return (yield from _serving(spare, version, self._pack))
+
+    def _filling(self, update: WeightUpdate, slices: Iterable[Slice], totals: dict[str, int | None]) -> Work[None]:
+        """Copy what is received into the spare decoder, and note the sums that its owner says."""
+        try:
+            yield from loading(self._spare_decoder(), _noting(slices, totals), self._uploads)
+        except ValueError as error:
+            raise PolicyMismatch(f"{update.version}: what was received is not this model's weights: {error}") from error
+
+    def _spare_decoder(self) -> Decoder:
+        if self._spare is None:
+            self._spare = empty_decoder(self._arch, self._dtype, self._device).requires_grad_(False)
+        return self._spare
 
     def prove(self, serving: Weights, version: Version) -> Work[None]:
         """Verify weights in use. Raises PolicyMismatch unless they are the latest stage, as `version`."""

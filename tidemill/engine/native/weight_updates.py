@@ -2,13 +2,15 @@
 
     stage, in turns with steps -> commit, at once or when nothing is in flight -> prove, in turns with steps
 
-(On a CUDA device a thread stages and verifies, beside the steps.) Code outside of an `await` runs between two steps: new
+(On a CUDA device a thread stages and verifies, beside the steps. Live weights arrive in a thread on any device, because to
+receive them is to wait for others.) Code outside of an `await` runs between two steps: new
 weights are committed there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +63,8 @@ class WeightUpdater:
         self._check, self._settle = check, settle
         on_cuda = weights.decoder.embed.weight.device.type == "cuda"
         self._tells_device: ThreadPoolExecutor | None = background("staging") if on_cuda else None
+        self._receives: ThreadPoolExecutor | None = None  # from the first live update on
+        self._give_up = threading.Event()  # ends the receiving under way
         self.one_at_a_time = asyncio.Lock()  # bounded: held for an update or a sleep, with the caller's deadline
         self._draining: tuple[Callable[[], None], asyncio.Future[None]] | None = None  # waits for sequences in flight
         self._latest: WeightUpdate | None = None  # that was committed
@@ -79,6 +83,8 @@ class WeightUpdater:
             check_forward(update.version, self.weights.version, self._name)
             step = update.version.step
             fault_injection.reach(self._name, "stage", step)
+            if update.live:
+                await self._arrive(update, self._staging)
             work = self._staging.stage(update, self.weights)
             staged = await self._beside_steps("stage", work, step=step, bytes=update.bytes)
             await self.between_steps(partial(self._swap, staged))
@@ -88,8 +94,17 @@ class WeightUpdater:
             except PolicyMismatch as error:
                 fail(error)
                 raise
-            self._latest = update
+            self._latest = None if update.live else update  # nobody sends it once more
             return self.weights.version
+
+    async def _arrive(self, update: WeightUpdate, staging: Staging) -> None:
+        """Receive live weights beside the steps. When cancelled, this breaks the transfer off for all."""
+        if update.rendezvous is None:
+            raise PolicyMismatch(f"{update.version} is sent while engines receive, and no rendezvous for it was given")
+        self._receives = self._receives or background("receiving")
+        stop = self._give_up = threading.Event()
+        with self._activity.beside("receive", step=update.version.step, bytes=update.bytes):
+            await in_thread(staging.arrive, update, stop, stop=stop, pool=self._receives)
 
     async def remember(self, fail: Callable[[Exception], None]) -> None:
         """Read the latest update again if `forget` freed its weights. Raises PolicyMismatch when there is none any more."""
@@ -142,12 +157,13 @@ class WeightUpdater:
             self._draining[1].set_exception(error)
 
     async def close(self) -> None:
+        self._give_up.set()
         async with self.one_at_a_time:  # an update may still be receiving
             if self._staging is not None:
                 self._staging.close()
                 self._staging = None
-        if self._tells_device is not None:
-            self._tells_device.shutdown(wait=False)
+        for pool in filter(None, (self._tells_device, self._receives)):
+            pool.shutdown(wait=False)
 
     async def _beside_steps(self, name: str, work: Work[T], **args: float) -> T:
         if self._tells_device is not None:

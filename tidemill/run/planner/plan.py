@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from tidemill.algorithms.preferences import UNPAIRED
 from tidemill.controller.offline_groups import ROWS as HELD_OUT_ROWS
+from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import usable_cores
 from tidemill.models.architecture import Architecture
 from tidemill.run.planner.device_plan import DevicePlan, as_configured, resolved
@@ -49,6 +50,12 @@ def plan_of(config: RunConfig, policy: Architecture | None = None, devices: Devi
     shares = placement.processes and not (config.deterministic or config.engine.fixed_threads)
     dtypes = (config.trainer.dtype, config.trainer.serving_dtype, config.engine.dtype)
     takes_turns = placement.share == "sleep" or (placement.share == "auto" and devices.shared)
+    if takes_turns and not placement.sync.reread:
+        raise ConfigError(
+            f"placement.sync.transport = {placement.sync.kind_name!r} with trainer and engines that take turns on a device "
+            "(placement.share): engines that wake read their weights again, and these are sent once; leave it out "
+            "(shared_memory), or set placement.share = 'beside'"
+        )
     asked, has = config.engine.context or 0, 0 if policy is None else policy.context
     cut = f"engine.context = {asked:,}, but the model has {has:,} positions (max_position_embeddings): {has:,} are used"
     return RunPlan(
