@@ -154,7 +154,7 @@ FAULTS = [
     ),
     Fault(
         "an engine joins with weights that are gone",
-        "            if self._withdrawn:\n                return False\n            if self._published",
+        "            if self._withdrawn:\n                return self._published\n            if self._published",
         "            if self._published",
         "controller/test_supervision.py controller/test_trainer_lost.py",
     ),
@@ -1255,5 +1255,36 @@ FAULTS = [
         "_spare_of(serving.decoder, pack) if spare else None",
         "_spare_of(serving.decoder, pack)",
         "run/planner/test_memory_settings.py",
+    ),
+    # live transports
+    Fault(
+        "a process group that broke is used again",
+        '                self._group = ([], "")\n                await asyncio.wait({sending}, timeout=SETTLE_S)',
+        "                await asyncio.wait({sending}, timeout=SETTLE_S)",
+        "controller/test_weight_delivery.py",
+    ),
+    Fault(
+        "the trainer steps while its weights are sent",
+        '        async with self._steady:\n            return await self._do("apply"',
+        '        async with asyncio.Lock():\n            return await self._do("apply"',
+        "engine/native/test_live_updates.py",
+    ),
+    Fault(
+        "weights that have moved are sent as the version before",
+        "now.version != update.version or now.updates != self.updates",
+        "now.version != update.version",
+        "engine/native/test_live_updates.py",
+    ),
+    Fault(
+        "a broken transfer leaves the others waiting",
+        '            self._let_go(str(error) or "the receiver gave up")\n',
+        "",
+        "weight_sync/test_live_transports.py",
+    ),
+    Fault(
+        "a manifest that its sender does not send by",
+        "    if header[1:].tolist() != _digest(manifest):",
+        "    if False:",
+        "weight_sync/test_mutations.py",
     ),
 ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -26,6 +26,7 @@ from tidemill.core.weight_update import Rendezvous, WeightUpdate
 LOST = (PeerLost, EngineFailed, RemoteError)  # the engine is lost: another one repeats its work
 AGAIN = 2
 LIMIT_S = 120.0  # of one transfer of live weights
+LONGEST_S = 7200.0  # of an update with all that follows; the calls have shorter deadlines
 SETTLE_S = 1.0  # for the trainer to notice by itself that an engine failed
 
 
@@ -95,10 +96,10 @@ class Delivery:
 
         receiving = [asyncio.ensure_future(receive(member, its)) for member, its in zip(members, told, strict=True)]
         try:
-            # bounded: by the limit, and the calls have deadlines
-            await asyncio.wait({sending, *receiving}, return_when=asyncio.FIRST_EXCEPTION)
+            async with asyncio.timeout(LONGEST_S):
+                await asyncio.wait({sending, *receiving}, return_when=asyncio.FIRST_EXCEPTION)
             if sending.done() or all(each.done() for each in receiving):
-                await _sent(sending)
+                await _sent(sending, self._limit_s)
             for each in receiving:
                 if each.done():
                     each.result()
@@ -130,11 +131,12 @@ async def _alone(member: M, update: WeightUpdate, lose: Lose[M]) -> None:
         lose(member, loss)
 
 
-async def _sent(sending: Awaitable[str]) -> None:
-    """Wait for the trainer's send, whose failures the engines tell. Raises SenderLost."""
+async def _sent(sending: asyncio.Future[str], limit_s: float) -> None:
+    """Wait for the trainer's send, whose failures the engines tell. Raises SenderLost, and what the send raises else."""
+    await asyncio.wait({sending}, timeout=limit_s)
     try:
-        with suppress(asyncio.CancelledError, TransferFailed):
-            await sending
+        with suppress(asyncio.CancelledError, asyncio.InvalidStateError, TransferFailed):
+            sending.result()
     except (PeerLost, TimeoutError) as lost:
         raise SenderLost(str(lost)) from lost
 

@@ -17,7 +17,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -97,21 +96,21 @@ class Link:
         """Send a tensor to all receivers, or receive it. One that fails may be written to later, as long as the limit."""
         options = BroadcastOptions()
         options.rootRank = 0
-        self._do(lambda group: group.broadcast([tensor], options), watch, looks=True)
+        self._do("broadcast", ([tensor], options), watch, looks=True)
 
     def send(self, tensor: Tensor, rank: int, watch: Watch) -> None:
-        self._do(lambda group: group.send([tensor], rank, 0), watch)
+        self._do("send", ([tensor], rank, 0), watch)
 
     def receive(self, tensor: Tensor, rank: int, watch: Watch) -> None:
         """Receive a tensor in place. Once this has failed, nothing writes to it any more."""
-        self._do(lambda group: group.recv([tensor], rank, 0), watch)
+        self._do("recv", ([tensor], rank, 0), watch)
 
-    def _do(self, begin: Callable[[ProcessGroupGloo], Any], watch: Watch, looks: bool = False) -> None:
+    def _do(self, name: str, given: tuple[Any, ...], watch: Watch, looks: bool = False) -> None:
         """Do one operation. looks: look for a failure meanwhile; a wait that is cut off closes a connection of two."""
         if self.broken:
             raise TransferFailed(f"the process group is used no more: {self.broken}")
         try:
-            self._under_way = begin(self._group)
+            self._under_way = getattr(self._group, name)(*given)
             while True:
                 try:
                     self._under_way.wait(watch.left(LOOK_S if looks else inf))
@@ -157,7 +156,7 @@ def connected(store: Store, location: str, rendezvous: Rendezvous, rank: int, wa
             watch.left()
             if whole or own.check([_FAILED]):
                 raise TransferFailed("another process of the group failed")
-            time.sleep(POLL_S)
+            watch.stop.wait(POLL_S)
         options = ProcessGroupGloo._Options()
         options._devices, options._threads = [ProcessGroupGloo.create_device(hostname=HOST)], 1
         options._timeout = watch.left(CONNECT_S)
@@ -171,8 +170,9 @@ def connected(store: Store, location: str, rendezvous: Rendezvous, rank: int, wa
 
 def _hold(group: ProcessGroupGloo, work: Any) -> None:
     """Keep a group until its last operation has ended, at its limit at the latest."""
+    never = threading.Event()
     while not work.is_completed():
-        time.sleep(1.0)
+        never.wait(1.0)
 
 
 def _mark(store: Store, why: str) -> None:
