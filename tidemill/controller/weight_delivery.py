@@ -68,10 +68,10 @@ class Delivery:
         assert trainer is not None, "a live update comes from a trainer that sends it"
         failed = await self._together(update, members, trainer, lose) if members else {}
         for member in [each for each in members if each.name in failed]:
-            for _ in range(AGAIN):
-                if not (why := await self._together(update, [member], trainer, lose)):
-                    break
-            else:
+            left, why = AGAIN, failed
+            while left and (why := await self._together(update, [member], trainer, lose)):
+                left -= 1
+            if why:
                 lose(member, EngineFailed(f"received no weights, with others and {AGAIN} times alone: {why[member.name]}"))
 
     async def _together(self, update: WeightUpdate, members: Sequence[M], trainer: Trainer, lose: Lose[M]) -> dict[str, str]:

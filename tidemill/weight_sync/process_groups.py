@@ -151,13 +151,13 @@ def connected(store: Store, location: str, rendezvous: Rendezvous, rank: int, wa
     own = PrefixStore(f"{secret}/{rendezvous.group}", store)
     here = [f"here-{each}" for each in range(size)]
     try:
-        own.set(here[rank], b"")
+        own.set(here[rank], "")
         while not (whole := own.check(here)) or own.check([_FAILED]):
             watch.left()
             if whole or own.check([_FAILED]):
                 raise TransferFailed("another process of the group failed")
             watch.stop.wait(POLL_S)
-        options = ProcessGroupGloo._Options()
+        options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices, options._threads = [ProcessGroupGloo.create_device(hostname=HOST)], 1
         options._timeout = watch.left(CONNECT_S)
         group = ProcessGroupGloo(PrefixStore("group", own), rank, size, options)
@@ -177,7 +177,7 @@ def _hold(group: ProcessGroupGloo, work: Any) -> None:
 
 def _mark(store: Store, why: str) -> None:
     with suppress(RuntimeError):  # the sender, whose store it is, is gone
-        store.set(_FAILED, why[:200].encode())
+        store.set(_FAILED, why[:200])
 
 
 def _first_line(error: Exception) -> str:
