@@ -51,6 +51,24 @@ async def refused(call: Awaitable[object], *names: str) -> None:
     assert all(name in message for name in names), message
 
 
+def warm(able: Capabilities, temperature: float) -> float:
+    """This temperature, or the only one at which the engine's logprobs are those that it sampled by."""
+    return temperature if able.samples_at is None else able.samples_at
+
+
+def steady(able: Capabilities, params: SamplingParams) -> SamplingParams:
+    """These parameters, or greedy ones where a seed does not repeat its tokens."""
+    return params if able.seeds else replace(params, temperature=0.0)
+
+
+async def expect_updates(engine: Engine, able: Capabilities, published: WeightUpdate) -> None:
+    """Skip the test for an engine that declares no full updates, once it has refused this one."""
+    if "full" not in able.updates.kinds:
+        await refused(engine.update(published), "full", "no kind")
+        assert (await engine.stats()).version.step == 0
+        pytest.skip("updates: not declared, and refused")
+
+
 def log_softmax(row: np.ndarray) -> np.ndarray:
     shifted = row - row.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))

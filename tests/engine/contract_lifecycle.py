@@ -17,10 +17,12 @@ from contract_base import (
     TOLERANCE,
     ContractBase,
     Reference,
+    expect_updates,
     in_parts,
     mislabelled,
     prompt,
     refused,
+    steady,
     until,
 )
 
@@ -31,10 +33,11 @@ from tidemill.core.weight_update import WeightUpdate
 
 
 class LifecycleContract(ContractBase):
-    async def test_abort_ends_every_request_of_its_key_and_no_other(self, engine: Engine) -> None:
-        whole = await engine.generate(GenerateRequest(PROMPT, LONG))
+    async def test_abort_ends_every_request_of_its_key_and_no_other(self, engine: Engine, able: Capabilities) -> None:
+        long = steady(able, LONG)
+        whole = await engine.generate(GenerateRequest(PROMPT, long))
         before = (await engine.stats()).generated
-        requests = [GenerateRequest(PROMPT, LONG, key=key) for key in ("g1/0", "g1/0", "g1/1")]
+        requests = [GenerateRequest(PROMPT, long, key=key) for key in ("g1/0", "g1/0", "g1/1")]
         calls = [asyncio.ensure_future(engine.generate(request)) for request in requests]
 
         async def under_way() -> bool:
@@ -70,6 +73,7 @@ class LifecycleContract(ContractBase):
     async def test_tokens_after_an_update_are_the_new_versions(
         self, engine: Engine, able: Capabilities, models: list[Reference], published: WeightUpdate
     ) -> None:
+        await expect_updates(engine, able, published)
         assert await engine.update(published) == published.version == (await engine.stats()).version
         done = await engine.generate(GenerateRequest(PROMPT, FREE))
         assert done.versions.tolist() == [1] * 20 and done.sources == (published.version,)
@@ -82,6 +86,7 @@ class LifecycleContract(ContractBase):
     async def test_tokens_in_flight_are_stamped_with_the_weights_that_sampled_them(
         self, engine: Engine, able: Capabilities, published: WeightUpdate
     ) -> None:
+        await expect_updates(engine, able, published)
         old = await engine.generate(GenerateRequest(PROMPT, LONG))
         before = (await engine.stats()).generated
         call = asyncio.ensure_future(engine.generate(GenerateRequest(PROMPT, LONG)))
@@ -102,8 +107,9 @@ class LifecycleContract(ContractBase):
             assert not any(steps), "an unknown boundary counts as the oldest version"
 
     async def test_a_wrong_fingerprint_is_refused_and_the_old_version_goes_on(
-        self, engine: Engine, models: list[Reference], published: WeightUpdate, tmp_path: Path
+        self, engine: Engine, able: Capabilities, models: list[Reference], published: WeightUpdate, tmp_path: Path
     ) -> None:
+        await expect_updates(engine, able, published)
         before = await engine.generate(GenerateRequest(PROMPT, FREE))
         false = published.version.fingerprint[::-1]
         relabelled = replace(published, version=replace(published.version, fingerprint=false))
@@ -120,6 +126,7 @@ class LifecycleContract(ContractBase):
     async def test_an_update_of_a_kind_or_base_that_it_cannot_take_is_refused(
         self, engine: Engine, able: Capabilities, published: WeightUpdate, kind: Any
     ) -> None:
+        await expect_updates(engine, able, published)
         update = replace(published, kind=kind, base=Version(0, fingerprint="another"))
         if kind in able.updates.kinds:
             with pytest.raises(PolicyMismatch, match=r"applies to policy@v0 \(fingerprint another\)"):
@@ -130,8 +137,9 @@ class LifecycleContract(ContractBase):
         assert await engine.update(published) == published.version
 
     async def test_an_update_of_several_parts_is_their_whole_or_refused(
-        self, engine: Engine, able: Capabilities, models: list[Reference], tmp_path: Path
+        self, engine: Engine, able: Capabilities, models: list[Reference], published: WeightUpdate, tmp_path: Path
     ) -> None:
+        await expect_updates(engine, able, published)
         with in_parts(models[1].folder, tmp_path, step=1, parts=3) as update:
             if not able.updates.several_parts:
                 await refused(engine.update(update), "1 part", "3")

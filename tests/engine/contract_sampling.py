@@ -20,6 +20,8 @@ from contract_base import (
     log_softmax,
     prompt,
     refused,
+    steady,
+    warm,
 )
 
 from tidemill.core.interfaces import Capabilities, Engine
@@ -49,25 +51,33 @@ class SamplingContract(ContractBase):
         assert back.tokens.tolist() == done.tokens.tolist() and back.sources == done.sources
 
     async def test_it_ends_where_it_should(self, engine: Engine, able: Capabilities) -> None:
-        whole = await engine.generate(GenerateRequest(PROMPT, LONG))
+        long = steady(able, LONG)
+        whole = await engine.generate(GenerateRequest(PROMPT, long))
         assert whole.finish is Finish.CONTEXT and len(whole.tokens) == able.context - len(PROMPT)
         stop = int(whole.tokens[7])
         first = whole.tokens.tolist().index(stop)
         for most, finish in ((CONTEXT, Finish.STOP), (first + 1, Finish.STOP), (first, Finish.LENGTH)):
             if most == 0:
                 continue
-            done = await engine.generate(GenerateRequest(PROMPT, replace(LONG, max_tokens=most, stop_ids=(stop,))))
+            done = await engine.generate(GenerateRequest(PROMPT, replace(long, max_tokens=most, stop_ids=(stop,))))
             assert (done.finish, done.tokens.tolist()) == (finish, whole.tokens[: min(most, first + 1)].tolist())
         last = await engine.generate(GenerateRequest(prompt(3, able.context - 1), LONG))
         assert len(last.tokens) == 1 and last.finish is Finish.CONTEXT
 
-    async def test_it_ends_at_the_models_eos_unless_told_to_ignore_it(self, engine: Engine) -> None:
+    async def test_it_ends_at_the_models_eos_unless_told_to_ignore_it(self, engine: Engine, able: Capabilities) -> None:
         for seed in range(100):
             whole = await engine.generate(GenerateRequest(PROMPT, replace(FREE, seed=seed)))
             if EOS in whole.tokens[:-1]:
                 break
         else:
             raise AssertionError("EOS was never sampled")
+        if not able.seeds:  # the reply is sampled once more until it ends before its last token
+            for _ in range(100):
+                done = await engine.generate(GenerateRequest(PROMPT, replace(FREE, ignore_eos=False)))
+                if done.finish is Finish.STOP:
+                    break
+            assert EOS not in done.tokens[:-1] and done.tokens[-1] == EOS
+            return
         done = await engine.generate(GenerateRequest(PROMPT, replace(FREE, seed=seed, ignore_eos=False)))
         end = whole.tokens.tolist().index(EOS) + 1
         assert done.finish is Finish.STOP and done.tokens.tolist() == whole.tokens[:end].tolist()
@@ -85,25 +95,33 @@ class SamplingContract(ContractBase):
         assert done.tokens.tolist() == again.tokens.tolist() == likeliest.tolist()
         assert not done.logprobs.any(), "a greedy choice is certain"
 
-    async def test_a_seed_reproduces_and_another_one_does_not(self, engine: Engine) -> None:
+    async def test_a_seed_reproduces_and_another_one_does_not(self, engine: Engine, able: Capabilities) -> None:
+        if not able.seeds:
+            pytest.skip("seeds: not declared")
         first, again, other = [await engine.generate(GenerateRequest(PROMPT, replace(FREE, seed=s))) for s in (3, 3, 4)]
         assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
         np.testing.assert_allclose(again.logprobs, first.logprobs, atol=TOLERANCE)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.4])
     async def test_logprobs_are_the_sampled_distributions(
-        self, engine: Engine, models: list[Reference], temperature: float
+        self, engine: Engine, able: Capabilities, models: list[Reference], temperature: float
     ) -> None:
+        if warm(able, temperature) != temperature:
+            await refused(engine.generate(GenerateRequest(PROMPT, replace(FREE, temperature=temperature))), "temperature")
+            pytest.skip("samples_at: another temperature is refused")
         done = await engine.generate(GenerateRequest(PROMPT, replace(FREE, temperature=temperature)))
         expected = models[0].logprobs(PROMPT, done.tokens, temperature)
         np.testing.assert_allclose(done.logprobs, expected, atol=TOLERANCE)
 
-    async def test_tokens_come_as_often_as_their_logprobs_say(self, engine: Engine, models: list[Reference]) -> None:
-        one, count = replace(FREE, temperature=0.8, max_tokens=1), 400
+    async def test_tokens_come_as_often_as_their_logprobs_say(
+        self, engine: Engine, able: Capabilities, models: list[Reference]
+    ) -> None:
+        temperature, count = warm(able, 0.8), 400
+        one = replace(FREE, temperature=temperature, max_tokens=1)
         requests = [GenerateRequest(PROMPT, replace(one, seed=seed)) for seed in range(count)]
         done = await asyncio.gather(*map(engine.generate, requests))
         seen = np.bincount([int(each.tokens[0]) for each in done], minlength=VOCAB)
-        expected = count * np.exp(log_softmax(models[0].rows(PROMPT, done[0].tokens)[0] / 0.8))
+        expected = count * np.exp(log_softmax(models[0].rows(PROMPT, done[0].tokens)[0] / temperature))
         often = expected >= 5
         seen, expected = ([*column[often], column[~often].sum()] for column in (seen, expected))
         distance = sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
@@ -117,11 +135,12 @@ class SamplingContract(ContractBase):
         np.testing.assert_allclose(done.logprobs, models[0].logprobs(history, done.tokens), atol=TOLERANCE)
         assert done.prompt_tokens == len(history)
 
-    async def test_concurrent_requests_do_not_disturb_each_other(self, engine: Engine) -> None:
-        requests = [
-            GenerateRequest(prompt(i, 3 + 4 * i), replace(FREE, seed=i, temperature=t, max_tokens=10 + 3 * i), key=f"g{i}/0")
+    async def test_concurrent_requests_do_not_disturb_each_other(self, engine: Engine, able: Capabilities) -> None:
+        params = [
+            steady(able, replace(FREE, seed=i, temperature=t and warm(able, t), max_tokens=10 + 3 * i))
             for i, t in enumerate((1.0, 0.0, 0.7, 1.0, 1.3, 1.0))
         ]
+        requests = [GenerateRequest(prompt(i, 3 + 4 * i), each, key=f"g{i}/0") for i, each in enumerate(params)]
         alone = [await engine.generate(request) for request in requests]
         together = await asyncio.gather(*map(engine.generate, requests))
         for one, other in zip(alone, together, strict=True):

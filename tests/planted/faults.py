@@ -349,6 +349,30 @@ FAULTS = [
         "engine/native/test_engine_core.py engine/native/test_engine_proof.py",
     ),
     Fault(
+        "openai: logprobs of another temperature pass for those that were sampled",
+        "tempered = plain is not None and not _near(plain[len(prompt) :], warm[1])",
+        "tempered = True",
+        "engine/openai/test_openai_engine.py",
+    ),
+    Fault(
+        "openai: a stop id that the server does not know does not end a reply",
+        "if ended := next((t for t, token in enumerate(call.tokens, 1) if token in ends), 0):",
+        "if ended := 0:",
+        "engine/openai/test_openai_engine.py",
+    ),
+    Fault(
+        "a stream that breaks off counts as a whole reply",
+        'raise EngineFailed(f"{self.name} ended its reply to {what} too early")',
+        "return",
+        "engine/openai/test_openai_engine.py",
+    ),
+    Fault(
+        "a server's key is shown in an error",
+        'return text.replace(self._key, "***") if self._key else text',
+        "return text",
+        "engine/remote/test_http_client.py",
+    ),
+    Fault(
         "transformers: weights are served that were not verified",
         "if (served := fingerprint(self._model.held(staged))) != version.fingerprint:",
         "if False:",

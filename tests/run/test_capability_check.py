@@ -14,7 +14,7 @@ from tidemill.core.interfaces import Capabilities
 from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingParams, Version
 from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
-from tidemill.run.capability_check import NO_PROBES, OLDEST, UNPROVEN, adapted, check_context, check_engine
+from tidemill.run.capability_check import NO_PROBES, OLDEST, UNPROVEN, UNSEEDED, adapted, check_context, check_engine
 from tidemill.run.recipe import RunConfig, load_recipe
 
 BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
@@ -44,6 +44,8 @@ def recipe(*overrides: str) -> RunConfig:
         ({"proof": "received", "score": False}, [], "engine", "'received'.* lacks the capability 'score'"),
         ({"updates": UpdateSupport(("delta",))}, [], "engine", "placement.sync.transport = 'shared_memory': .* full weight"),
         ({"proof": "received"}, ["record.probe_every=0"], "engine", "record.probe_every = 0: .* set record.probe_every = 5"),
+        ({"seeds": False}, ["deterministic=true"], "engine", "deterministic = true: .* lacks the capability 'seeds'"),
+        ({"samples_at": 1.0}, ["rollout.temperature=0.7"], "engine", "rollout.temperature = 0.7: .* at 1 only; set rollout"),
     ],
 )
 def test_what_cannot_be_done_is_refused(lacks: dict[str, Any], overrides: list[str], role: str, says: str) -> None:
@@ -64,6 +66,8 @@ def test_what_cannot_be_done_is_refused(lacks: dict[str, Any], overrides: list[s
         ({"scores_at": 1.0}, ["rollout.temperature=0.7"], [NO_PROBES.format(at=" at rollout.temperature = 0.7, only at 1")]),
         ({"score": False}, ["record.probe_every=0"], []),
         ({"proof": "received"}, [], [UNPROVEN]),
+        ({"seeds": False}, [], [UNSEEDED]),
+        ({"samples_at": 1.0}, [], []),
         ({"token_versions": False, "score": False}, [], [OLDEST, NO_PROBES.format(at="")]),
         ({"extras": (), "constraint": False}, ["rollout.top_p=0.9"], []),  # training needs neither
     ],

@@ -39,6 +39,8 @@ class Capabilities:
     context: int  # tokens a sequence may hold, prompt included
     token_versions: bool = True  # each token carries the version that sampled it
     support: bool = True  # under top-p, top-k and min-p, a completion tells the tokens that each one was chosen from
+    seeds: bool = True  # a seed repeats its tokens
+    samples_at: float | None = None  # the only temperature above 0 at which logprobs are those that it sampled by; None: any
     score: bool = True  # `score` works
     scores_at: float | None = None  # the only temperature that it works at; None: any
     extras: tuple[TokenExtra, ...] = ()  # returned where a request names them; with MODEL_LOGPROBS: alternatives, too

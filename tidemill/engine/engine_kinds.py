@@ -19,6 +19,7 @@ from tidemill.runtime.cpu_sharing import CoreShare
 UNPUBLISHED = Version(-1)  # an engine's version before the first publication; nothing may be sampled from it
 ENGINES = Registry("engine.kind")
 _NATIVE, _TRANSFORMERS = "tidemill.engine.native", "tidemill.engine.transformers"
+_OPENAI = "tidemill.engine.openai"
 ENGINES.register("native", f"{_NATIVE}.engine_settings:EngineSettings", f"{_NATIVE}.build_native_engine:build")
 ENGINES.register(
     "transformers",
@@ -27,6 +28,7 @@ ENGINES.register(
 )
 _VLLM = "tidemill.engine.vllm"
 ENGINES.register("vllm", f"{_VLLM}.vllm_settings:VllmSettings", f"{_VLLM}.build_vllm_engine:build")
+ENGINES.register("openai", f"{_OPENAI}.openai_settings:OpenaiSettings", f"{_OPENAI}.openai_engine:build")
 
 
 class BaseEngineSettings(KindSettings, registry=ENGINES):
@@ -41,6 +43,11 @@ class BaseEngineSettings(KindSettings, registry=ENGINES):
     def context_of(self, model: int) -> int:
         """Tokens that a sequence may hold, given enough memory. model: positions that the model has."""
         return min(self.context or model, model)
+
+    @property
+    def elsewhere(self) -> bool:
+        """True when the weights are a server's that runs already, which takes no memory of the run."""
+        return False
 
     @property
     def fixed_threads(self) -> bool:

@@ -17,6 +17,7 @@ from tidemill.run.recipe import RunConfig
 
 UNPROVEN = "it proves only what it received, not what it serves: probes hold it against the trainer"
 OLDEST = "it does not stamp tokens with versions: every token counts as the oldest version that may have sampled it"
+UNSEEDED = "its seeds do not repeat tokens: the same recipe samples others each time"
 NO_PROBES = "it cannot score given tokens{at}: no probe of matched versions is made (record.probe_every)"
 
 
@@ -61,6 +62,7 @@ def check_engine(
         (not can.token_versions, OLDEST),
         (blind, NO_PROBES.format(at=_at(can, config))),
         (can.proof == "received", UNPROVEN),
+        (not can.seeds, UNSEEDED),
     ]
     return [f"{engine}: {said}" for holds, said in told if holds]
 
@@ -73,6 +75,16 @@ def _refusals(engine: str, can: Capabilities, config: RunConfig) -> Iterator[str
         yield (
             f"rollout.{key} = {getattr(r, key)}: {engine} lacks the capability 'support', the tokens that each one was "
             f"chosen from; leave out rollout.{key}, or take another kind of engine"
+        )
+    if can.samples_at is not None and r.temperature not in (0, can.samples_at):
+        yield (
+            f"rollout.temperature = {r.temperature:g}: {engine} returns the logprobs that it samples by at "
+            f"{can.samples_at:g} only; set rollout.temperature = {can.samples_at:g}, or take another kind of engine"
+        )
+    if config.deterministic and not can.seeds:
+        yield (
+            f"deterministic = true: {engine} lacks the capability 'seeds', so it samples other tokens each time; set "
+            "deterministic = false, or take another kind of engine"
         )
     if can.proof == "none":
         yield (

@@ -124,7 +124,7 @@ def engine_specs(plan: RunPlan, model: Path, folder: RunFolder) -> dict[str, Eng
     }
     served = folder_of(config.reference, model)
     if config.placement.reference_engines and served is not None:
-        specs["reference"] = EngineSpec(role="reference", model=served, engine=config.engine, logs=folder.logs)
+        specs["reference"] = EngineSpec(role="reference", model=served, engine=config.serves_reference, logs=folder.logs)
     return specs
 
 
@@ -163,7 +163,8 @@ class _Starter:
 
     async def member(self, role: str, handle: Handle[Engine]) -> Member:
         can, config = await handle.proxy.capabilities(), self.plan.config
-        adaptations = check_engine(config.engine.kind_name, can, config, role, self.extras, self.plan.takes_turns)
+        kind = self.engines[role].engine.kind_name
+        adaptations = check_engine(kind, can, config, role, self.extras, self.plan.takes_turns)
         if self.context:
             adaptations += check_context(handle.name, can, self.context, config, role)
         for said in adaptations:

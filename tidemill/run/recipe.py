@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.algorithms.mixture import COMMON, check_mixture
 from tidemill.algorithms.presets import ATTEMPTS, PRESETS
-from tidemill.core.config import Config, load
+from tidemill.core.config import Config, build, load
 from tidemill.engine.engine_kinds import BaseEngineSettings
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.environment_settings import (
@@ -70,6 +70,9 @@ class RunConfig(Config):
     rollout: RolloutSettings = RolloutSettings()
     data: DataSettings = DataSettings()
     engine: BaseEngineSettings = EngineSettings()
+    reference_engine: dict[str, Any] = Field(
+        default={}, description="Engine that serves the reference: a table with the keys of [engine]. Left out: one like it"
+    )
     trainer: BaseTrainerSettings = TrainerSettings()
     scoring: ScoringSettings = ScoringSettings()
     warmup: WarmupSettings = WarmupSettings()
@@ -93,6 +96,11 @@ class RunConfig(Config):
     def reference(self) -> ReferenceSettings | None:
         """The reference policy that the algorithms ask for, or None. All that ask for one ask for the same."""
         return next((each.reference for each in self.algorithms.values() if each.reference), None)
+
+    @property
+    def serves_reference(self) -> BaseEngineSettings:
+        """Settings of the engines that serve the reference."""
+        return build(BaseEngineSettings, self.reference_engine) if self.reference_engine else self.engine
 
     @property
     def critic(self) -> CriticSettings | None:
@@ -210,6 +218,10 @@ class RunConfig(Config):
     def _reference_conflicts(self) -> Iterator[str]:
         reference, r, count = self.reference, self.rollout, self.placement.reference_engines
         given = f"placement.reference_engines = {count}"
+        if self.reference_engine and not count:
+            yield "reference_engine is given and placement.reference_engines = 0: set the number of engines, or leave it out"
+        if self.reference_engine and self.serves_reference.kind_name != "native" and self.deterministic:
+            yield "deterministic = true: the reference must be served by the native engine; leave out reference_engine"
         if count and reference is None:
             yield f"{given}: there is no reference to serve; set algorithm.reference, or leave the engines out"
         if count and reference is not None and reference.every:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -58,25 +60,59 @@ class ServerClient:
         self._closed = True
         await self._http.aclose()
 
+    async def events(self, path: str, body: Any, deadline_s: float) -> AsyncGenerator[Any, None]:
+        """The events of a streamed reply, decoded, as they come. Close it (`aclosing`) to end the request.
+
+        Raises what `post` raises, also in the middle, and EngineFailed if the stream ends without saying so.
+        """
+        what = f"POST {path}"
+        async with self._asked("POST", path, body, deadline_s) as reply:
+            if reply.status_code >= 300:
+                self._decode(what, reply, await reply.aread())
+            rest = b""
+            async for piece in self._pieces(what, reply):
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in map(bytes.strip, lines):
+                    if line == b"data: [DONE]":
+                        return
+                    if line.startswith(b"data:"):
+                        event = self._decode(what, reply, line[5:])
+                        if isinstance(event, dict) and event.get("error"):
+                            raise EngineFailed(self._hidden(f"{self.name} failed at {what}: {_sentence(line[5:])}"))
+                        yield event
+        raise EngineFailed(f"{self.name} ended its reply to {what} too early")
+
     async def _send(self, method: str, path: str, body: Any, deadline_s: float) -> Any:
+        what, held = f"{method} {path}", bytearray()
+        async with self._asked(method, path, body, deadline_s) as reply:
+            async for piece in self._pieces(what, reply):
+                held += piece
+        return self._decode(what, reply, bytes(held))
+
+    @asynccontextmanager
+    async def _asked(self, method: str, path: str, body: Any, deadline_s: float) -> AsyncIterator[httpx.Response]:
+        """A reply whose body is still to be read, within the deadline."""
         what = f"{method} {path}"
         if self._closed:
             raise EngineFailed(f"{self.name}: {what} was asked after the client was closed")
+        limit = asyncio.timeout(deadline_s)
         try:
-            async with asyncio.timeout(deadline_s):
-                async with self._http.stream(method, path, **({} if body is None else {"json": body})) as reply:
-                    held = bytearray()
-                    async for piece in reply.aiter_bytes():
-                        held += piece
-                        if len(held) > self._most:
-                            most = f"more than {self._most:,} bytes"
-                            raise ValueError(f"{self.name} answered {what} with {most}: ask for less at once")
-            return self._decode(what, reply, bytes(held))
-        except TimeoutError:
-            raise TimeoutError(f"{self.name} did not answer {what} within {deadline_s:g} s") from None
+            async with limit, self._http.stream(method, path, **({} if body is None else {"json": body})) as reply:
+                yield reply
+        except TimeoutError as error:
+            if not limit.expired():  # the caller's own
+                raise
+            raise TimeoutError(f"{self.name} did not answer {what} within {deadline_s:g} s") from error
         except (httpx.HTTPError, httpx.StreamError) as error:
             how = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise EngineFailed(self._hidden(f"{self.name} did not answer {what}, the connection failed ({how})")) from None
+
+    async def _pieces(self, what: str, reply: httpx.Response) -> AsyncGenerator[bytes, None]:
+        size = 0
+        async for piece in reply.aiter_bytes():  # bounded: by the deadline of `_asked`
+            if (size := size + len(piece)) > self._most:
+                raise ValueError(f"{self.name} answered {what} with more than {self._most:,} bytes: ask for less at once")
+            yield piece
 
     def _decode(self, what: str, reply: httpx.Response, raw: bytes) -> Any:
         kind = reply.headers.get("content-type", "").partition(";")[0].strip().lower()

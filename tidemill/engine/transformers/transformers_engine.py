@@ -46,6 +46,7 @@ from tidemill.observability.process_memory import PeakMemory
 from tidemill.runtime.cpu_sharing import Cores
 
 T = TypeVar("T")
+TURN_S = 3600.0  # for a place, or for the rows in flight to end; the caller has a deadline of its own
 CONTEXT = 2048  # of a model that knows no limit, unless the settings name one
 
 
@@ -225,8 +226,9 @@ class TransformersEngine:
         return sum(row.begun for row in self._rows)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            await self._changed.wait()  # bounded: by the rows that run and the update under way, and the caller's deadline
+        async with asyncio.timeout(TURN_S):
+            while not holds():
+                await self._changed.wait()
 
     def _tell(self) -> None:
         """Wake those who wait for the end of something."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import tempfile
 from pathlib import Path
 
 import torch
 
-from tidemill.core.errors import ConfigError
 from tidemill.core.weight_update import UpdateSupport
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.remote.http_client import ServerClient
+from tidemill.engine.remote.server_key import key_of
 from tidemill.engine.remote.server_process import ServerProcess, free_port
 from tidemill.engine.vllm.server_command import check_model, find_python, server_command, server_environment
 from tidemill.engine.vllm.vllm_engine import VllmEngine
@@ -35,7 +34,7 @@ def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> VllmEngi
     arch = Architecture.from_folder(spec.model)
     process, url, key = None, settings.url, ""
     if settings.url:
-        key = _key(settings)
+        key = key_of(settings.key_variable)
     else:
         process, url = _started(spec, settings, arch)
     return VllmEngine(
@@ -50,16 +49,6 @@ def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> VllmEngi
         context=settings.context_of(arch.context),
         name=spec.name,
     )
-
-
-def _key(settings: VllmSettings) -> str:
-    if not settings.key_variable:
-        return ""
-    if not (key := os.environ.get(settings.key_variable, "")):
-        raise ConfigError(
-            f"engine.key_variable = {settings.key_variable!r}: this environment variable is not set; set it to the key"
-        )
-    return key
 
 
 def _started(spec: EngineSpec, settings: VllmSettings, arch: Architecture) -> tuple[ServerProcess, str]:

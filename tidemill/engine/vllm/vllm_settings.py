@@ -43,6 +43,10 @@ class VllmSettings(BaseEngineSettings):
         default={}, description="More options of the server, by their names: max-num-batched-tokens = 4096"
     )
 
+    @property
+    def elsewhere(self) -> bool:
+        return bool(self.url)
+
     @model_validator(mode="after")
     def _check_server(self) -> Self:
         if self.url and (given := [name for name in STARTED if name in self.model_fields_set]):

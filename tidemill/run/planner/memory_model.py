@@ -81,7 +81,7 @@ def processes(config: RunConfig, models: Models, longest: int = 0, devices: Devi
         for names, kind in (
             (devices.trainer, config.trainer.device),
             (devices.engines, config.engine.device),
-            (devices.reference, config.engine.device),
+            (devices.reference, config.serves_reference.device),
         )
     )
     free = free_memory(sampling[0][0])
@@ -91,7 +91,7 @@ def processes(config: RunConfig, models: Models, longest: int = 0, devices: Devi
     count, held = placement.engines, engine_memory(config.engine, models.policy, free, turns=turns)
     found += _processes("engine", sampling[0], held, f"fewer placement.engines (now {count:,})" if own else None)
     if models.reference is not None and (count := placement.reference_engines):
-        held = engine_memory(config.engine, models.reference, free, updated=False)
+        held = engine_memory(config.serves_reference, models.reference, free, updated=False)
         lever = f"fewer placement.reference_engines (now {count:,})"
         found += _processes("reference engine", sampling[1], held, lever if own else None)
     found += _processes("controller", ["cpu"], [attempts_memory(config)], "")
@@ -159,6 +159,8 @@ def engine_memory(
     turns: it sleeps while the trainer computes.
     """
     size = ITEM[settings.dtype]
+    if settings.elsewhere:
+        return []
     if isinstance(settings, VllmSettings):
         return vllm_memory(settings, arch, parameters(arch), device_of(settings.device) == "cpu", free, updated)
     if not isinstance(settings, EngineSettings):
