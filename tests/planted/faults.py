@@ -1311,4 +1311,35 @@ FAULTS = [
         "    if False:",
         "weight_sync/test_mutations.py",
     ),
+    # vLLM servers
+    Fault(
+        "weights that nobody published sample tokens",
+        '        if span["start"] != at:',
+        '        if span["start"] > at + 10**6:',
+        "engine/vllm/test_wire.py",
+    ),
+    Fault(
+        "a stale packed copy passes the audit",
+        "        if places.setdefault(place, total) != total:",
+        "        if places.setdefault(place, total) < 0:",
+        "engine/vllm/test_wire.py",
+    ),
+    Fault(
+        "a server samples from a truncated distribution that it does not report",
+        "    if params.temperature > 0:\n        refuse_asked(engine, truncated",
+        "    if params.temperature > 9:\n        refuse_asked(engine, truncated",
+        "engine/vllm/test_wire.py",
+    ),
+    Fault(
+        "a server reports the logprobs of another distribution",
+        '        "logprobs-mode": "processed_logprobs",',
+        '        "logprobs-mode": "raw_logprobs",',
+        "engine/vllm/test_vllm_settings.py",
+    ),
+    Fault(
+        "a server outlives what started it",
+        "        keeper.keep(int(parent))\n",
+        "        pass\n",
+        "engine/remote/test_server_process.py",
+    ),
 ]

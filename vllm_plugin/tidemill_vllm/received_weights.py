@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from tidemill.core.errors import TransferFailed
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.fingerprint import Fingerprint
 from tidemill.models.weight_slices import Coverage, Receiver, Slice
@@ -25,6 +26,7 @@ class ReceivedUpdate:
         """Begin to receive."""
         self.update = update
         self.error = ""  # why it is refused
+        self.lost = False  # it did not arrive, so it may be sent again
         self.tensors: dict[str, Tensor] = {}  # whole, by Hugging Face name
         self.sums: dict[str, int] = {}  # of each tensor, see `Fingerprint.sums`
         self._receiver = receiver
@@ -51,6 +53,7 @@ class ReceivedUpdate:
             self.tensors, self.sums = tensors, total.sums()
         except Exception as error:  # any error is the refusal of this update: the served weights are untouched
             self.error = f"{self.update.version}: {type(error).__name__}: {error}"
+            self.lost = isinstance(error, TransferFailed)
 
 
 def whole_tensors(pieces: Iterable[Slice]) -> dict[str, Tensor]:

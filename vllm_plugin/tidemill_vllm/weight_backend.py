@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -56,7 +57,11 @@ class TidemillBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError("no transport was named: init_weight_transfer_engine comes first")
         if self._staged is not None:
             self._staged.wait()  # bounded: as there. A receiver does one thing at a time
-        self._staged = ReceivedUpdate(msgspec.json.decode(update, type=WeightUpdate), self._receiver)
+        self._staged = ReceivedUpdate(self._own(update), self._receiver)
+
+    def _own(self, update: str) -> WeightUpdate:
+        """An update as this rank takes it."""
+        return msgspec.json.decode(update, type=WeightUpdate).for_process(get_tensor_model_parallel_rank())
 
     def staged(self) -> dict[str, Any]:
         """The state of the update that was begun last, as JSON can hold it."""
@@ -66,7 +71,7 @@ class TidemillBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not staged.done:
             return {"state": "receiving"}
         if staged.error:
-            return {"state": "refused", "error": staged.error}
+            return {"state": "refused", "error": staged.error, "lost": staged.lost}
         return {"state": "staged", "sums": {name: str(total) for name, total in staged.sums.items()}}
 
     def drop(self) -> None:
@@ -79,7 +84,7 @@ class TidemillBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load an update in one call: receive it unless it is staged, verify it, reload the layers."""
         wanted = self.parse_update_info(update_info).update
-        if self._staged is None or self._staged.update != msgspec.json.decode(wanted, type=WeightUpdate):
+        if self._staged is None or self._staged.update != self._own(wanted):
             self.stage(wanted)
         assert self._staged is not None
         self._staged.wait()

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from tidemill.core import fault_injection
-from tidemill.core.errors import EngineFailed, PolicyMismatch
+from tidemill.core.errors import EngineFailed, PolicyMismatch, TransferFailed
 from tidemill.core.types import InFlight, Version
 from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.engine.request_refusals import check_forward
@@ -81,7 +81,9 @@ class VllmUpdater:
                 ranks = await self._routes.staged()
         if refused := [rank for rank in ranks if rank["state"] != "staged"]:
             await self._routes.drop()
-            raise PolicyMismatch(f"engine {self._name} refused {refused[0].get('error') or refused[0]}")
+            lost = all(rank.get("lost") for rank in refused)
+            failure = TransferFailed if lost else PolicyMismatch
+            raise failure(f"engine {self._name} {'lacks' if lost else 'refused'} {refused[0].get('error') or refused[0]}")
         return {name: int(total) for name, total in ranks[0]["sums"].items()}
 
     async def _commit(self, update: WeightUpdate, sums: dict[str, int]) -> None:

@@ -119,6 +119,7 @@ class VllmEngine:
             scores_at=1.0,
             proof="served" if self.settings.audit_every == 1 else "received",
             updates=self._updates.takes,
+            receivers=self.settings.tensor_parallel,
         )
 
     async def generate(self, request: GenerateRequest) -> Completion:
