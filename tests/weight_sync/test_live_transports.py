@@ -18,13 +18,15 @@ from tidemill.core.types import Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.weight_slices import Slice
-from tidemill.weight_sync import collective_transport
+from tidemill.weight_sync import collective_transport, direct_transport
 from tidemill.weight_sync.collective_transport import CollectiveReceiver, CollectiveSender
+from tidemill.weight_sync.direct_transport import DirectReceiver, DirectSender
 from tidemill.weight_sync.live_ends import LiveEnd, LiveReceivingEnd
 from tidemill.weight_sync.process_groups import Link, Lobby, Watch, connected, store_at
 
 KINDS: dict[str, tuple[Callable[[bool], LiveEnd], Callable[[], LiveReceivingEnd]]] = {
     "collective": (CollectiveSender, CollectiveReceiver),
+    "direct": (DirectSender, DirectReceiver),
 }
 
 
@@ -104,6 +106,7 @@ def test_two_ranks_send_to_two_engines_and_keep_their_groups(both: Both) -> None
 @pytest.mark.parametrize("bucket", [64, 1000, 1 << 20])
 def test_tensors_are_filled_in_place_whatever_the_buckets(both: Both, bucket: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(collective_transport, "BUCKET", bucket)
+    monkeypatch.setattr(direct_transport, "MESSAGE", bucket)
     update, into = both.publish(0), {name: torch.zeros_like(t) for name, t in tensors().items()}
     others = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in tensors().items()}  # do not fit
     first, second = (
@@ -131,8 +134,14 @@ def test_bytes_on_the_wire_are_those_of_the_weights(both: Both, monkeypatch: Any
     assert both.transfer(update) == right(update, both)
     weights, engines = sum(t.nbytes for t in tensors().values()), len(both.receivers)
     manifests = sum(24 + len(each._offered[0].encode()) for each in both.senders)
-    # each rank's broadcast is called by itself and by each engine
-    assert sent == {"broadcast": (1 + engines) * (weights + manifests), "send": 0}
+    if isinstance(both.senders[0], CollectiveSender):  # each rank's broadcast is called by itself and by each engine
+        assert sent == {"broadcast": (1 + engines) * (weights + manifests), "send": 0}
+        return
+    needs = len(both.senders) * engines * (8 + len(b"null"))  # from each engine to each rank
+    assert sent == {"broadcast": 0, "send": engines * (weights + manifests) + needs}
+    sent["send"], again = 0, both.publish(0)
+    assert both.transfer(again, both.receivers[0]._group) == right(again, both)
+    assert sent["send"] == engines * (weights + manifests), "needs are told once"
 
 
 def give_up(both: Both) -> dict[str, Any]:
@@ -239,9 +248,39 @@ def test_a_manifest_that_does_not_fit_the_slices_is_never_sent(both: Both) -> No
         both.senders[0]._offered = manifest, lambda change=change, pieces=pieces: change(pieces)
         found = both.transfer(update)
         assert isinstance(found[0], PolicyMismatch)
-        assert all(isinstance(each, TransferFailed) or each is None for each in found[1:])
+        assert all(isinstance(each, TransferFailed) or each in right(update, both) for each in found[1:])
 
 
 def test_an_update_without_a_rendezvous_is_refused(both: Both) -> None:
     with pytest.raises(PolicyMismatch, match="no rendezvous"):
         list(both.receivers[0].receive(both.publish(0)))
+
+
+def test_tensor_parallel_ranks_receive_what_they_need_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns for one, rows for another: each region comes from whichever ranks hold it."""
+    whole = tensors()
+    needs: list[dict[str, list[Any]]] = [
+        {"embed": [((0, 0), (37, 4))], "tall": [((0, 0), (301, 1)), ((0, 2), (301, 1))], "one": [((), ())]},
+        {"embed": [((0, 4), (37, 4))], "tall": [((100, 0), (150, 3))], "norm": [((2,), (3,))]},
+    ]
+    both = Both("direct")
+    both.receivers = [DirectReceiver(each) for each in needs]
+    try:
+        told = meeting(both.publish(0), 2)
+        sends = [partial(each.send_offered, told[0], threading.Event()) for each in both.senders]
+        found = at_once(
+            *sends, *(partial(lambda r, its: list(r.receive(its)), *x) for x in zip(both.receivers, told, strict=True))
+        )
+        for regions, pieces in zip(needs, found[2:], strict=True):
+            given = {name: torch.zeros(t.shape) for name, t in whole.items()}
+            for piece in pieces:
+                at = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
+                assert torch.equal(piece.tensor, whole[piece.name][at])
+                given[piece.name][at] += 1
+            for name, counts in given.items():
+                wanted = torch.zeros_like(counts)
+                for offset, size in regions.get(name, []):
+                    wanted[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] += 1
+                assert torch.equal(counts, wanted), name
+    finally:
+        both.close()

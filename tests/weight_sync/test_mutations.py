@@ -48,7 +48,7 @@ from tidemill.weight_sync.manifest import WeightManifest
 from tidemill.weight_sync.shared_memory_transport import SharedMemorySender
 
 SICK, STEPS = 2, 3
-TRANSPORTS = ("shared_memory", "checkpoint", "collective")
+TRANSPORTS = ("shared_memory", "checkpoint", "collective", "direct")
 STORED = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}
 Q, Q1, OUT = (f"model.layers.{i}.self_attn.{name}_proj.weight" for i, name in ((0, "q"), (1, "q"), (1, "o")))
 

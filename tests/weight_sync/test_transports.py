@@ -27,6 +27,7 @@ from tidemill.models.hf_weights import load_slices, serving_slices
 from tidemill.models.weight_slices import LiveSender, Receiver, Sender, Slice
 from tidemill.weight_sync.checkpoint_transport import CheckpointSender
 from tidemill.weight_sync.collective_transport import CollectiveSender
+from tidemill.weight_sync.direct_transport import DirectSender
 from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
 from tidemill.weight_sync.sync_settings import SyncSettings
 from tidemill.weight_sync.transport import make_receiver, make_sender
@@ -39,6 +40,7 @@ TRANSPORTS: dict[str, Callable[[Path], Sender]] = {
 }
 LIVE: dict[str, Callable[[Path], Sender]] = {
     "collective": lambda _: SendsWhenRead(CollectiveSender()),
+    "direct": lambda _: SendsWhenRead(DirectSender()),
 }
 
 
@@ -367,7 +369,7 @@ def test_a_decoder_arrives_as_it_was_served(sender: Sender, dtype: torch.dtype) 
 
 
 def test_factories_follow_the_settings(tmp_path: Path) -> None:
-    for transport in ("shared_memory", "checkpoint", "collective"):
+    for transport in ("shared_memory", "checkpoint", "collective", "direct"):
         settings = SyncSettings(transport=transport)
         made = make_sender(settings, tmp_path / transport)
         assert settings.live == isinstance(made, LiveSender)

@@ -19,6 +19,7 @@ TRANSPORTS = Registry("placement.sync.transport", key="transport")
 TRANSPORTS.register("shared_memory", _SETTINGS, "tidemill.weight_sync.transport:shared_memory")
 TRANSPORTS.register("checkpoint", _SETTINGS, "tidemill.weight_sync.transport:checkpoint")
 TRANSPORTS.register("collective", _SETTINGS, "tidemill.weight_sync.transport:collective")
+TRANSPORTS.register("direct", _SETTINGS, "tidemill.weight_sync.transport:direct")
 
 OLD_NAME = "carrier"  # of the key `transport`
 
@@ -54,10 +55,10 @@ class BaseSyncSettings(KindSettings, registry=TRANSPORTS):
 class SyncSettings(BaseSyncSettings):
     """Transport of new weights from the trainer to the engines."""
 
-    transport: Literal["shared_memory", "checkpoint", "collective"] = Field(
+    transport: Literal["shared_memory", "checkpoint", "collective", "direct"] = Field(
         default="shared_memory",
         description="Transport of new weights to the engines. checkpoint: files, for engines that share only a disk; "
-        "collective: broadcasts from the trainer's ranks, while engines receive",
+        "collective: broadcasts from the trainer's ranks, while engines receive; direct: messages from rank to engine",
     )
     keep: int = Field(default=2, ge=2, description="Versions that the transport `checkpoint` keeps on disk")
 
@@ -67,4 +68,4 @@ class SyncSettings(BaseSyncSettings):
 
     @property
     def live(self) -> bool:
-        return self.transport == "collective"
+        return self.transport in ("collective", "direct")

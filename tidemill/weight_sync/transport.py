@@ -14,6 +14,7 @@ from typing import Any
 from tidemill.models.weight_slices import LiveSender, Receiver, Sender
 from tidemill.weight_sync.checkpoint_transport import CheckpointReceiver, CheckpointSender
 from tidemill.weight_sync.collective_transport import CollectiveReceiver, CollectiveSender
+from tidemill.weight_sync.direct_transport import DirectReceiver, DirectSender
 from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
 from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings
 
@@ -43,6 +44,11 @@ def checkpoint() -> Transport:
 def collective() -> Transport:
     """Builder of the collective transport, whose trainer sends while engines receive."""
     return Transport(lambda settings, folder, partial: CollectiveSender(partial), CollectiveReceiver)
+
+
+def direct() -> Transport:
+    """Builder of the direct transport, which sends each engine process what it needs."""
+    return Transport(lambda settings, folder, partial: DirectSender(partial), DirectReceiver)
 
 
 def make_sender(settings: BaseSyncSettings, folder: Path, partial: bool = False) -> Sender | LiveSender:

@@ -25,7 +25,7 @@ from tidemill.weight_sync.process_groups import Link
 from tidemill.weight_sync.sync_settings import SyncSettings
 from tidemill.weight_sync.transport import make_receiver, make_sender
 
-LIVE = ("collective",)
+LIVE = ("collective", "direct")
 ARCH = replace(BASE, context=400)
 PARAMS = SamplingParams(max_tokens=300, ignore_eos=True, seed=5)
 
