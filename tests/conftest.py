@@ -14,7 +14,11 @@ import torch
 torch.set_num_threads(1)
 
 
+LONG = {"test_mutations.py"}  # files whose tests take minutes together: one process has them all, so they come first
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         return
     for item in items:

@@ -20,7 +20,7 @@ FULL = WeightUpdate(Version(5, fingerprint="f"), (WeightPart("a", "b"),))
 texts = st.text(max_size=9)
 versions = st.builds(Version, st.integers(0, 1 << 40), st.integers(0, 99), texts, texts)
 parts = st.lists(st.builds(WeightPart, texts, texts, st.integers(0, 1 << 50)), min_size=1, max_size=4).map(tuple)
-changes = st.builds(WeightUpdate, versions, parts, st.sampled_from(["delta", "adapter"]), versions, texts)
+changes = st.builds(WeightUpdate, versions, parts, st.sampled_from(["delta", "adapter"]), versions, note=texts)
 updates = st.builds(WeightUpdate, versions, parts, note=texts) | changes
 
 
