@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -133,6 +133,12 @@ class Scene:
             meeting.here.clear()
         assert (await self.publisher.publish(Version(step))).step == step
 
+    def lose_trainer(self) -> NoReturn:
+        """End the trainer in the middle of a transfer."""
+        for meeting in self.wire.groups.values():
+            meeting.fail()
+        raise PeerDied("trainer", "was killed")
+
     @property
     def serve(self) -> list[int]:
         return [each.serves.step for each in self.engines]
@@ -201,13 +207,7 @@ def test_the_loss_of_the_trainer_is_raised_and_no_engine_is_lost() -> None:
     async def main() -> None:
         scene = Scene(1, 1)
         await scene.publish(0)
-
-        def die() -> None:
-            for meeting in scene.wire.groups.values():
-                meeting.fail()
-            raise PeerDied("trainer", "was killed")
-
-        scene.trainer.fault = die
+        scene.trainer.fault = scene.lose_trainer
         with pytest.raises(PeerDied, match="trainer"):
             await scene.publish(1)
         assert scene.serve == [0, 0] and not scene.lost
@@ -250,13 +250,7 @@ def test_one_that_joins_while_the_trainer_is_lost_waits_for_the_next_one() -> No
     async def main() -> None:
         scene = Scene(1)
         await scene.publish(0)
-
-        def die() -> None:
-            for meeting in scene.wire.groups.values():
-                meeting.fail()
-            raise PeerDied("trainer", "was killed")
-
-        scene.trainer.fault = die
+        scene.trainer.fault = scene.lose_trainer
         joining = asyncio.ensure_future(scene.pool.join(scene.added()))
         while scene.engines[1].told == 0:
             await asyncio.sleep(0)

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 
@@ -153,6 +154,22 @@ class Coverage:
         for name, seen in self.tensors.items():
             if (total := math.prod(seen.shape)) != seen.elements:
                 raise ValueError(f"{name}: {seen.elements} of its {total} elements were given")
+
+
+def whole_tensors(pieces: Iterable[Slice]) -> dict[str, Tensor]:
+    """Copies of the tensors that these slices fill. Raises PolicyMismatch for a gap, or for elements that come twice."""
+    coverage, found = Coverage(), dict[str, Tensor]()
+    try:
+        for piece in pieces:
+            coverage.add(piece)
+            if piece.name not in found:
+                found[piece.name] = torch.empty(piece.shape, dtype=piece.tensor.dtype, device=piece.tensor.device)
+            place = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.tensor.shape, strict=True))
+            found[piece.name][place] = piece.tensor
+        coverage.complete()
+    except ValueError as error:
+        raise PolicyMismatch(f"the weights that came are not whole: {error}") from None
+    return found
 
 
 def _joined(at: tuple[int, ...], size: tuple[int, ...], then: tuple[int, ...], more: tuple[int, ...]) -> _Block | None:

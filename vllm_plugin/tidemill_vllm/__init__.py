@@ -2,7 +2,7 @@
 
 weight_backend      the weight-transfer backend "tidemill": verify what was received, then reload layer by layer
 received_weights    an update, received and verified beside the decoding
-served_weights      the weights that this rank computes with, read back
+read_back           the weights that this rank computes with, read back
 worker_extension    methods of a worker that the server's `/collective_rpc` can call
 """
 

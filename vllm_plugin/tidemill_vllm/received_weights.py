@@ -8,15 +8,13 @@ copies.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from tidemill.core.errors import TransferFailed
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.fingerprint import Fingerprint
-from tidemill.models.weight_slices import Coverage, Receiver, Slice
+from tidemill.models.weight_slices import Receiver, Slice, whole_tensors
 
 
 class ReceivedUpdate:
@@ -54,16 +52,3 @@ class ReceivedUpdate:
         except Exception as error:  # any error is the refusal of this update: the served weights are untouched
             self.error = f"{self.update.version}: {type(error).__name__}: {error}"
             self.lost = isinstance(error, TransferFailed)
-
-
-def whole_tensors(pieces: Iterable[Slice]) -> dict[str, Tensor]:
-    """Copies of the tensors that these slices fill. Raises ValueError for a gap, or for elements that come twice."""
-    coverage, found = Coverage(), dict[str, Tensor]()
-    for piece in pieces:
-        coverage.add(piece)
-        if piece.name not in found:
-            found[piece.name] = torch.empty(piece.shape, dtype=piece.tensor.dtype, device=piece.tensor.device)
-        place = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.tensor.shape, strict=True))
-        found[piece.name][place] = piece.tensor
-    coverage.complete()
-    return found

@@ -20,8 +20,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.weight_slices import Receiver
 from tidemill.weight_sync.transport import make_receiver
+from tidemill_vllm.read_back import ServedBlock, negative_zeros, repack_tied, served_blocks
 from tidemill_vllm.received_weights import ReceivedUpdate
-from tidemill_vllm.served_weights import ServedBlock, negative_zeros, repack_tied, served_blocks
 
 
 @dataclass
@@ -116,7 +116,7 @@ class TidemillBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.broken = False
 
     def served(self) -> list[ServedBlock]:
-        """The blocks that this rank computes with: see `served_weights`."""
+        """The blocks that this rank computes with: see `read_back`."""
         return served_blocks(self.model, self._zeros)
 
     def shutdown(self) -> None:

@@ -41,7 +41,7 @@ from tidemill.engine.transformers.causal_model import CausalModel
 from tidemill.engine.transformers.sampled_row import SampledRow
 from tidemill.engine.transformers.transformers_settings import TransformersSettings
 from tidemill.models.fingerprint import fingerprint
-from tidemill.models.weight_slices import Receiver, Slice
+from tidemill.models.weight_slices import Receiver, Slice, whole_tensors
 from tidemill.observability.process_memory import PeakMemory
 from tidemill.runtime.cpu_sharing import Cores
 
@@ -197,11 +197,7 @@ class TransformersEngine:
 
     def _stage(self, receiver: Receiver, update: WeightUpdate) -> dict[str, Tensor]:
         """The weights of an update, whole and verified."""
-        staged = dict[str, Tensor]()
-        for piece in receiver.receive(update):
-            whole = staged.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.tensor.dtype))
-            at = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
-            whole[at] = piece.tensor
+        staged = whole_tensors(receiver.receive(update))
         received = fingerprint(Slice.whole(name, whole) for name, whole in staged.items())
         if received != update.version.fingerprint:
             raise PolicyMismatch(

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -255,13 +255,7 @@ class VllmEngine:
             body = generate_body(
                 request, model=self._model, name=name, salt=salt, room=self._context - len(request.tokens), eos=self._eos
             )
-            try:
-                reply = await self._client.post(GENERATE, body, ANSWER_S)
-            except asyncio.CancelledError:
-                await self._forget(name)
-                raise
-            finally:
-                self._admission.leave()
+            reply = await self._posted(body, name)
         finally:
             del self._by_key[request.key][name]
             if not self._by_key[request.key]:
@@ -279,19 +273,22 @@ class VllmEngine:
     async def _score(self, tokens: np.ndarray, top_k: int) -> Scored | None:
         """One try at the logprobs of a row. None if an update came while they were computed."""
         await self._entered(self._admission.request())
-        try:
-            version, name = self._updates.version, self._name()
-            body = score_body(tokens, top_k, model=self._model, name=name, salt=self._salt_of(version))
-            try:
-                reply = await self._client.post(GENERATE, body, ANSWER_S)
-            except asyncio.CancelledError:
-                await self._forget(name)
-                raise
-        finally:
-            self._admission.leave()
+        version, name = self._updates.version, self._name()
+        body = score_body(tokens, top_k, model=self._model, name=name, salt=self._salt_of(version))
+        reply = await self._posted(body, name)
         self._counts.update(calls=1, scored=1)
         spans = spans_of(reply["choices"][0], 1, self._updates.labels, self.name)
         return scored_of(reply, tokens, top_k, version, self.name) if spans[0][0] == version else None
+
+    async def _posted(self, body: dict[str, Any], name: str) -> Any:
+        """The server's reply to a request that was let in. Its place is free again afterwards, however it ends."""
+        try:
+            return await self._client.post(GENERATE, body, ANSWER_S)
+        except asyncio.CancelledError:
+            await self._forget(name)
+            raise
+        finally:
+            self._admission.leave()
 
     async def _entered(self, place: asyncio.Future[bool]) -> bool:
         """Wait for one's turn. False: it was called off."""
