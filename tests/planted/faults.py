@@ -1309,7 +1309,7 @@ FAULTS = [
         "a manifest that its sender does not send by",
         "    if header[1:].tolist() != _digest(manifest):",
         "    if False:",
-        "weight_sync/test_mutations.py",
+        "weight_sync/test_live_transports.py",
     ),
     # vLLM servers
     Fault(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from live_cases import at_once, meeting, offered
@@ -21,7 +22,8 @@ from tidemill.models.weight_slices import Slice
 from tidemill.weight_sync import collective_transport, direct_transport
 from tidemill.weight_sync.collective_transport import CollectiveReceiver, CollectiveSender
 from tidemill.weight_sync.direct_transport import DirectReceiver, DirectSender
-from tidemill.weight_sync.live_ends import LiveEnd, LiveReceivingEnd
+from tidemill.weight_sync.live_ends import LiveEnd, LiveReceivingEnd, header_of, manifest_of
+from tidemill.weight_sync.manifest import Block, WeightManifest
 from tidemill.weight_sync.process_groups import Link, Lobby, Watch, connected, store_at
 
 KINDS: dict[str, tuple[Callable[[bool], LiveEnd], Callable[[], LiveReceivingEnd]]] = {
@@ -249,6 +251,20 @@ def test_a_manifest_that_does_not_fit_the_slices_is_never_sent(both: Both) -> No
         found = both.transfer(update)
         assert isinstance(found[0], PolicyMismatch)
         assert all(isinstance(each, TransferFailed) or each in right(update, both) for each in found[1:])
+
+
+def test_a_manifest_of_another_layout_than_its_sender_sends_by_is_refused_before_the_first_tensor() -> None:
+    """Gloo would end the process that receives another number of bytes."""
+    version = Version(1, fingerprint="f")
+    sent = WeightManifest(version, [Block.of(piece) for part in shares() for piece in part])
+    last = msgspec.structs.replace(sent.blocks[-1], name="another")
+    for other in (WeightManifest(version, sent.blocks[:-1]), WeightManifest(version, [*sent.blocks[:-1], last])):
+        encoded = other.encode()
+        header = header_of(sent, encoded)
+        with pytest.raises(PolicyMismatch, match="not the one by which its sender sends"):
+            manifest_of(header, torch.frombuffer(bytearray(encoded), dtype=torch.uint8), True)
+    encoded = sent.encode()
+    assert manifest_of(header_of(sent, encoded), torch.frombuffer(bytearray(encoded), dtype=torch.uint8), True) == sent
 
 
 def test_an_update_without_a_rendezvous_is_refused(both: Both) -> None:
