@@ -1,18 +1,21 @@
 """A full GRPO step: Tidemill beside TRL's `GRPOTrainer`, on the same weights, prompts and reward, in turns.
 
     python benchmarks/step.py [--sizes S M] [--dtypes float32 bfloat16] [--repeats 3] [--steps 3] [--device cpu]
+                              [--engines native vllm]
 
 16 prompts x 8 samples a step, 64 + 128 tokens, no reply ends early. Tokens are sampled ones, per second of a whole step;
 memory is the peak over all processes of what is theirs (PSS). TRL takes a step in micro-batches of 32 rows and in one of all
 128, each a row of its own: which is quicker differs from run to run; all 128 take more than twice the memory. In bfloat16
 with weights of float32, as ours are, and with weights of bfloat16, whose small updates are lost, but for which alone its
-generation may use a static cache there. TRL needs `make peers`. Prints a table and writes `results/step.json`.
+generation may use a static cache there. TRL needs `make peers`. Prints tables of rates and of the seconds of each phase, and
+writes `results/step.json`. Phases of ours overlap: engines sample while the trainer works.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 import threading
 import time
@@ -33,6 +36,7 @@ GROUPS, SAMPLES, PROMPT, TOKENS = 16, 8, 64, 128
 SPECIAL = 3  # tokens of a vocabulary that are no characters
 MICRO_BATCH = {"S": 1152}  # tokens: two of half a group; else two of a group
 TARGET, TARGET_MEMORY = 3.5, 0.6
+KV_MB = 512  # of vLLM's cache: room for all sequences of a step
 SAMPLED_S = 0.25  # between two questions for what is resident
 MORE, LOOK_S = 1.002, 3.0  # so much more than before is worth a look, or so much time
 
@@ -85,6 +89,10 @@ def _pss(process: psutil.Process) -> int:
         return 0
 
 
+def _ours(kind: str) -> str:
+    return "tidemill" if kind == "native" else f"tidemill, {kind}"
+
+
 def make_model(folder: Path, size: str) -> None:
     fresh_model(folder, alphabet=alphabet(VOCAB[size] - SPECIAL), context=512, **SIZES[size])
     for name in ("config.json", "generation_config.json"):  # nothing ends a reply before its length
@@ -107,8 +115,12 @@ def systems_for(model: Path, size: str, dtype: str, args: argparse.Namespace) ->
     ours = {"max_lag": args.max_lag, "engine_threads": args.engine_threads, "trainer_threads": args.trainer_threads}
     ours["stream"] = args.stream
     ours["micro_batch"] = args.micro_batch or (8192 if args.device == "cuda" else MICRO_BATCH.get(size, 2176))
+    engines: dict[str, dict[str, Any]] = {"native": {}, "vllm": {"kind": "vllm", "kv_memory_mb": KV_MB}}
     return [
-        System("tidemill", "step_tidemill.py", work | ours, environment=shared),
+        *(
+            System(_ours(kind), "step_tidemill.py", work | ours | {"engine": engines[kind]}, environment=shared)
+            for kind in args.engines
+        ),
         *(System(name, "step_trl.py", given, "trl", theirs) for name, given in of_trl.items()),
     ]
 
@@ -140,11 +152,22 @@ def measure(size: str, dtype: str, args: argparse.Namespace, about: dict[str, An
     for name, values in speeds.items():
         row: dict[str, Any] = {"model": size, "dtype": dtype, "system": name}
         row |= {f"tok/s {key}": value for key, value in spread(values).items()}
-        row |= {"we are x": ratio(speeds["tidemill"], values), "target": "" if name == "tidemill" else TARGET}
+        row |= {"we are x": ratio(speeds["tidemill"], values), "target": TARGET if name.startswith("trl") else ""}
         row |= {"peak MB": peaks[name] / 1e6, "we take x": peaks["tidemill"] / peaks[name]}
-        rows.append(row | {"at most": "" if name == "tidemill" else TARGET_MEMORY})
+        rows.append(row | {"at most": TARGET_MEMORY if name.startswith("trl") else ""})
     print(table(rows), flush=True)
+    print(table([{"model": size, "dtype": dtype} | each for each in _phases(answers)]), flush=True)
     return rows
+
+
+def _phases(answers: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The median seconds of a step in each phase."""
+    every = dict.fromkeys(phase for found in answers.values() for phase in found[0]["phases"])
+    return [
+        {"system": name}
+        | {f"{phase} s": statistics.median(each["phases"].get(phase, 0.0) for each in found) for phase in every}
+        for name, found in answers.items()
+    ]
 
 
 def main() -> None:
@@ -165,6 +188,7 @@ def main() -> None:
     parser.add_argument(
         "--micro-batch", type=int, help="tokens of ours that run at a time; by default 2,176, of S 1,152, on a GPU 8,192"
     )
+    parser.add_argument("--engines", nargs="+", default=["native"], choices=["native", "vllm"], help="of ours")
     parser.add_argument("--without", nargs="+", default=[], choices=["trl"])
     args = parser.parse_args()
     about: dict[str, Any] = {}

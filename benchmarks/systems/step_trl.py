@@ -7,6 +7,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -27,6 +29,7 @@ class InTurns(TrainerCallback):
     def __init__(self) -> None:
         self._out = os.fdopen(int(os.environ["BENCHMARK_REPLY"]), "w")
         self._left, self._asked, self._begin = 0, 0, 0.0
+        self.spent = dict.fromkeys(("sampling", "preparing"), 0.0)
 
     def say(self, value: dict) -> None:
         print(json.dumps(value), file=self._out, flush=True)
@@ -37,13 +40,28 @@ class InTurns(TrainerCallback):
             if not line:
                 os._exit(0)  # nobody asks any more
             self._left = self._asked = json.loads(line)["steps"]
+            self.spent = dict.fromkeys(self.spent, 0.0)
             self._begin = time.perf_counter()
 
     def on_step_end(self, args, state, control, **more):
         self._left -= 1
         if self._left == 0:
             tokens = self._asked * wanted["groups"] * wanted["samples"] * wanted["tokens"]
-            self.say({"seconds": time.perf_counter() - self._begin, "tokens": tokens})
+            seconds = time.perf_counter() - self._begin
+            self.spent["preparing"] -= self.spent["sampling"]  # it samples as a part of it
+            phases = {phase: each / self._asked for phase, each in self.spent.items()}
+            phases["training"] = seconds / self._asked - sum(phases.values())
+            self.say({"seconds": seconds, "tokens": tokens, "phases": phases})
+
+    def timed(self, phase: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return work(*given, **named)
+            finally:
+                self.spent[phase] += time.perf_counter() - begin
+
+        return call
 
 
 def reward(completions, **more):
@@ -87,5 +105,7 @@ with tempfile.TemporaryDirectory() as folder:
         processing_class=tokenizer,
         callbacks=[turns],
     )
+    trainer._generate = turns.timed("sampling", trainer._generate)
+    trainer._generate_and_score_completions = turns.timed("preparing", trainer._generate_and_score_completions)
     turns.say({"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__})
     trainer.train()

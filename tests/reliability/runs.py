@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,6 +54,15 @@ class Ended:
     @property
     def last_line(self) -> str:
         return self.errors.strip().splitlines()[-1] if self.errors.strip() else ""
+
+
+@dataclass
+class GoesOn:
+    """A run that goes on until it is interrupted."""
+
+    process: subprocess.Popen[str]
+    said: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # its output and errors, once it has ended
+    alive: bool = True  # until it was interrupted
 
 
 class Run:
@@ -118,6 +130,74 @@ class Run:
             ) from None
         lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         return Ended(process.returncode, time.monotonic() - begin, lines, errors)
+
+    @contextmanager
+    def going_on(self) -> Iterator[GoesOn]:
+        """A run that is interrupted when the context ends. It must have lived until then, and ends by itself."""
+        run = GoesOn(self.start())
+        reading = threading.Thread(target=lambda: run.said.append(run.process.communicate()))
+        reading.start()
+        try:
+            yield run
+            run.alive = run.process.poll() is None
+            run.process.send_signal(signal.SIGINT)
+            reading.join(120)
+        finally:
+            for each in self.leftovers() if reading.is_alive() else ():
+                with suppress(psutil.NoSuchProcess):
+                    each.send_signal(signal.SIGKILL)
+            reading.join(30)
+        assert run.alive and run.process.returncode == 3, run.said  # stopped, and can go on
+
+    def status(self) -> dict[str, Any]:
+        """The latest status file, or nothing before there is one."""
+        with suppress(OSError, ValueError):
+            return json.loads((self.folder / "status.json").read_text())
+        return {}
+
+    def processes(self) -> dict[str, int]:
+        """The ids of the run's present processes by name, as its status file tells them."""
+        return {each["name"]: each["pid"] for each in self.status().get("processes", ()) if each["alive"]}
+
+    def goes_on(self, run: GoesOn, steps: int = 2, limit_s: float = 120.0) -> None:
+        """Wait until the run has trained so many steps more."""
+        begin = self._step()
+        self.comes_to(run, lambda: self._step() >= begin + steps, limit_s)
+
+    def comes_to(self, run: GoesOn, there: Callable[[], bool], limit_s: float = 120.0) -> None:
+        end = time.monotonic() + limit_s
+        while not there():
+            assert run.process.poll() is None, run.said
+            assert time.monotonic() < end, f"not within {limit_s:g} s: {self.status()}"
+            time.sleep(0.1)
+
+    def _step(self) -> int:
+        return self.status().get("step") or 0
+
+    def gaps(self) -> list[float]:
+        """The mean |engine's logprob - trainer's| under the same weights, of each step that had any."""
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [line["mismatch/lag0_mean"] for line in lines if line.get("mismatch/lag0_mean") is not None]
+
+    def ends_at_random(
+        self,
+        run: GoesOn,
+        number: int,
+        rng: random.Random,
+        chosen: Callable[[dict[str, int]], list[int]],
+        limit_s: float = 900,
+    ) -> int:
+        """Kill or stop `number` of the processes that `chosen` picks from all, at any moment. Returns how many it were."""
+        sent, following, end = 0, 0.0, time.monotonic() + 900
+        while run.process.poll() is None and sent < number and time.monotonic() < end:
+            pids = chosen(self.processes())
+            if pids and time.monotonic() > following:
+                with suppress(ProcessLookupError):
+                    os.kill(rng.choice(pids), rng.choice((signal.SIGKILL, signal.SIGSTOP)))
+                    sent += 1
+                following = time.monotonic() + rng.uniform(1.0, 6.0)
+            time.sleep(0.1)
+        return sent
 
     def happened(self) -> list[str]:
         """The faults that happened so far."""

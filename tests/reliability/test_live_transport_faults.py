@@ -41,3 +41,20 @@ def test_either_side_ends_while_weights_travel(transport: str, seed: int, tmp_pa
     run.check()
     report = run.report()
     assert report["mismatch_lag0"]["tokens"] > 0 and report["mismatch_lag0"]["max"] < 1e-4, report["mismatch_lag0"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("transport, seed", [("collective", 3), ("direct", 4)])
+def test_either_side_ends_at_any_moment(transport: str, seed: int, tmp_path: Path) -> None:
+    """Twenty of them, while a version is published every fraction of a second; versions are published after the last."""
+    more = (*HOW, f"placement.sync.transport={transport}", "record.probe_every=1", "record.checkpoint_every=5")
+    run = Run(tmp_path, steps=100_000, zero_variance="keep", lr=1e-6, overrides=more)
+
+    def whole(now: dict[str, int]) -> list[int]:
+        return list(now.values()) if set(now) == {*TRAINERS, *ENGINES} else []
+
+    with run.going_on() as process:
+        assert run.ends_at_random(process, 20, random.Random(seed), whole) == 20, process.said
+        run.goes_on(process, steps=3)
+    run.check(complete=False)
+    assert (gaps := run.gaps()) and max(gaps) < 1e-5, gaps

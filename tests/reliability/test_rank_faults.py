@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import sqlite3
-import threading
-import time
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from runs import Run
 
@@ -33,14 +27,6 @@ def placed(seed: int) -> list[str]:
         step += -step % 3 if phase.startswith("save") else 0
         faults.append(f"{rng.choice(('trainer', 'trainer-1'))}:{phase}:{step}:{rng.choice(('kill', 'stop'))}")
     return list(dict.fromkeys(faults))
-
-
-def processes(run: Run) -> dict[str, int]:
-    """The ids of the run's present processes by name, as its status file tells them."""
-    with suppress(OSError, ValueError):
-        status: dict[str, Any] = json.loads((run.folder / "status.json").read_text())
-        return {each["name"]: each["pid"] for each in status["processes"] if each["alive"]}
-    return {}
 
 
 def events(run: Run) -> list[str]:
@@ -76,34 +62,16 @@ def test_ranks_that_end_in_any_phase(shard: str, seed: int, tmp_path: Path) -> N
 @pytest.mark.ranks
 def test_ranks_that_end_at_any_moment(tmp_path: Path) -> None:
     """Twenty of them, whatever they do: also while steps are trained again, and while they start."""
-    run, rng = (
-        Run(tmp_path, steps=100_000, zero_variance="keep", lr=1e-6, overrides=(*RANKS, "record.checkpoint_every=5")),
-        random.Random(3),
-    )
-    process, sent, engines, last = run.start(), 0, set[int](), 0.0
-    said, begin = list[tuple[str, str]](), time.monotonic()
-    reading = threading.Thread(target=lambda: said.append(process.communicate()))
-    reading.start()
-    try:
-        while process.poll() is None and sent < 20 and time.monotonic() - begin < 900:
-            now = processes(run)
-            engines |= {pid for name, pid in now.items() if name.startswith("engine")}
-            ranks = [pid for name, pid in now.items() if name.startswith("trainer")]
-            if len(ranks) == 2 and time.monotonic() > last:
-                with suppress(ProcessLookupError):
-                    os.kill(rng.choice(ranks), rng.choice((signal.SIGKILL, signal.SIGSTOP)))
-                    sent += 1
-                last = time.monotonic() + rng.uniform(1.0, 6.0)
-            time.sleep(0.1)
-        alive = process.poll() is None
-        process.send_signal(signal.SIGINT)
-        reading.join(120)
-    finally:
-        for each in run.leftovers() if reading.is_alive() else ():
-            with suppress(psutil.NoSuchProcess):
-                each.send_signal(signal.SIGKILL)
-        reading.join(30)
-    assert sent == 20 and alive and process.returncode == 3, said  # stopped, and can go on
+    more = (*RANKS, "record.checkpoint_every=5")
+    run, engines = Run(tmp_path, steps=100_000, zero_variance="keep", lr=1e-6, overrides=more), set[int]()
+
+    def ranks(now: dict[str, int]) -> list[int]:
+        engines.update(pid for name, pid in now.items() if name.startswith("engine"))
+        found = [pid for name, pid in now.items() if name.startswith("trainer")]
+        return found if len(found) == 2 else []
+
+    with run.going_on() as process:
+        assert run.ends_at_random(process, 20, random.Random(3), ranks) == 20, process.said
     assert len(engines) == 1, "the engine's process is the one that the run began with"
     assert len(events(run)) >= 15 and set(events(run)) == {"the trainer"}
     run.check(complete=False)
