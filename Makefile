@@ -44,9 +44,9 @@ unit: PROCESSES = $(shell $(BIN)/python -c "import os; print(min((os.cpu_count()
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# Tests that need several trainer processes, or a vLLM server where `make vllm` has built its environment; an hour at most.
+# Tests that need several trainer processes, the contract of each kind of engine, and tests of a vLLM server where `make vllm` has built its environment; an hour at most.
 test-backends: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "ranks or vllm" -rs
+	$(BIN)/python -m pytest -m "ranks or engines or vllm" -rs
 
 # Tests of trainer.kind = "deepspeed", whose processes run in an environment of their own; minutes.
 test-deepspeed: $(VENV)/.installed-dev $(PEERS)/deepspeed/.installed

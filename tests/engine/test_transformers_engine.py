@@ -42,11 +42,13 @@ def made(kind: type[TransformersEngine], settings: TransformersSettings, folder:
     return kind(model, settings, receiver=make_receiver("shared_memory"), version=Version(0), name="engine-0")
 
 
+@pytest.mark.engines
 class TestTransformersEngine(EngineContract):
     def make(self, folder: Path) -> Engine:
         return made(TransformersEngine, TransformersSettings(device="cpu"), folder)
 
 
+@pytest.mark.engines
 class TestEntropyEngine(EngineContract):
     def make(self, folder: Path) -> Engine:
         return made(EntropyEngine, EntropySettings(device="cpu"), folder)

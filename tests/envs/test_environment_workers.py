@@ -162,6 +162,7 @@ KILLED = {
 }
 
 
+@pytest.mark.slow
 async def test_what_costs_a_worker_costs_two_and_no_more_than_its_episodes():
     async with workers(limit_s=LIMIT_S) as (env, reasons):
         last = await pid(env)
@@ -379,6 +380,7 @@ async def test_what_does_not_load_in_a_worker_ends_the_run(tmp_path):
             assert not reasons
 
 
+@pytest.mark.slow
 async def test_an_environment_of_its_own_class_judges_in_its_worker():
     async with workers(limit_s=LIMIT_S, reference=f"{FILE}:judged") as (env, reasons):
         assert env.tasks("eval")[0].id == "eval-0"

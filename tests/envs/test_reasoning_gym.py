@@ -57,6 +57,7 @@ async def test_scores_are_the_librarys_own(spelling):
         await pool.close()
 
 
+@pytest.mark.slow
 async def test_a_dataset_that_iterates_over_sets_is_the_same_in_every_process():
     settings = ReasoningGymSettings(
         dataset="isomorphic_strings", size=20, eval_size=5, answer_tag="answer", template="? {question}"

@@ -78,6 +78,7 @@ def check_truth(steps: list[dict[str, Any]], report: dict[str, Any], max_lag: in
         assert max(s["mismatch/lag0/logprob_gap_max"] for s in steps) < 1e-4
 
 
+@pytest.mark.slow
 def test_taking_turns_on_a_device_changes_nothing_of_what_is_learnt(tmp_path):
     """With one seed and fixed bits of sums: engines that sleep in the trainer's turn come to the same weights."""
     rollout, models = {"groups": 4, "group_size": 4, "max_tokens": 3}, []
@@ -135,7 +136,17 @@ def test_temperature_is_part_of_the_policy(tmp_path):
     assert report["mismatch_lag0"]["tokens"] > 60 and report["mismatch_lag0"]["max"] < 1e-4
 
 
-@pytest.mark.parametrize("name", [name for name, values in PRESETS.items() if "given" not in values])
+QUICK = ("grpo", "gspo", "cispo", "ppo", "rloo", "decoupled_ppo", "m2po", "opd", "pass_at_k")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name, values in PRESETS.items()
+        if "given" not in values
+    ],
+)
 def test_every_preset_trains_on_what_lags(name, tmp_path):
     """Whether it learns is measured in `benchmarks/algorithms.py`; here that all of its parts do their work in a run."""
     given: dict[str, Any] = {"name": name}

@@ -278,8 +278,8 @@ def test_a_torn_tail_is_sampled_again_wherever_it_was_torn(tmp_path: Path) -> No
     log = (copy / "ledger.sqlite-wal").read_bytes()
     ((_, _, places),) = [each for each in whole_groups(copy / "trajectories", 1, 0) if each[0] == 0]
     second = places[-1].offset + HEADER_BYTES + places[-1].length
-    torn = [whole[:end] for end in range(0, len(whole), 7)]
-    wrong = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(second, len(whole), 7)]
+    torn = [whole[:end] for end in range(0, len(whole), 23)]
+    wrong = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(second, len(whole), 23)]
     for contents in (*torn, *wrong, whole + b"TM", whole + whole[second:]):
         path.write_bytes(contents)
         (copy / "ledger.sqlite").write_bytes(database)

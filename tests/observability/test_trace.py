@@ -155,6 +155,7 @@ def test_the_clock_is_one_for_all_processes() -> None:
         assert before < reading < after
 
 
+@pytest.mark.slow
 def test_a_span_takes_little_memory_and_comes_back_as_it_was() -> None:
     """A run keeps a hundred thousand of them in its controller, and what joins them is no larger than they are."""
     tracemalloc.start()

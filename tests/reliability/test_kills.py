@@ -136,7 +136,8 @@ def deterministic(
     assert run.report()["accuracy_after"] == accuracy
 
 
-@pytest.mark.parametrize("max_lag", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_lag", [0, 2])
 def test_killed_and_resumed_a_deterministic_run_ends_in_the_same_bits(tmp_path, max_lag):
     deterministic(tmp_path, 2, max_lag, "inline", seed=max_lag, kills=2, steps=9)
 

@@ -98,7 +98,7 @@ CELLS: dict[str, str] = {
     "environment:reply:3:stop": GOES_ON,
     "environment:reply:3:raise": GOES_ON,
 }
-QUICK = ("engine:generate:2:kill", "controller:train:2:kill", "environment:reply:3:kill")
+QUICK = ("engine:generate:2:kill",)
 
 
 def run_of(fault: str, folder) -> Run:

@@ -94,6 +94,7 @@ print(json.dumps({"seen": len(seen), "errors": run.report["judging"]["infra_erro
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_with_a_list_of_rewards_and_a_dataset(tmp_path, model):
     script = tmp_path / "mine.py"
     script.write_text(UNGUARDED)

@@ -87,7 +87,7 @@ def test_settings(settings, sentence, monkeypatch, capsys, tmp_path, model):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("placement", ['"inline"', '"local"'])
+@pytest.mark.parametrize("placement", ['"inline"', pytest.param('"local"', marks=pytest.mark.slow)])
 def test_a_start_that_is_refused_leaves_no_folder_unless_it_was_there(placement, monkeypatch, capsys, tmp_path):
     """Also where it came as far as to make a model."""
     settings = {"model": '"new:0.1m"', "engine": "{ context = 4 }", "placement": placement}
@@ -169,11 +169,14 @@ def test_a_tokenizer_without_an_end(monkeypatch, capsys, tmp_path, model):
     ("file", "text", "sentence"),
     [
         ("tokenizer.json", None, "no tokenizer there; expected a folder with one of tokenizer.json, "),
-        ("tokenizer.json", '{"version": "1.0", "mod', "its tokenizer cannot be loaded ("),
-        (
+        pytest.param(
+            *("tokenizer.json", '{"version": "1.0", "mod', "its tokenizer cannot be loaded ("), marks=pytest.mark.slow
+        ),
+        pytest.param(
             "tokenizer_config.json",
             '{"tokenizer_class": "PreTrainedTokenizerFast"}',
             "its tokenizer has no eos_token; name one in tokenizer_config.json",
+            marks=pytest.mark.slow,
         ),
     ],
 )

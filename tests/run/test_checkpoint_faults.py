@@ -80,6 +80,7 @@ def killed_again_and_again(runs: Runs, recipe: Path, faults: list[str], *overrid
     return ended
 
 
+@pytest.mark.slow
 def test_killed_at_every_point_of_the_first_checkpoint_and_of_the_end(runs, recipe):
     torn = {"trainer:save", "controller:manifest"}
     faults = [f"{p}:*:{'torn-write' if p in torn else 'kill'}" for p in POINTS]

@@ -57,6 +57,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_in_an_order_by_difficulty_goes_on_and_knows_its_tasks(model, tmp_path):
     data = {"order": "frontier", "retire": 1.0}
     run(model, tmp_path / "run", 4, data=data)
@@ -96,6 +97,7 @@ def test_after_a_loss_of_its_trainer_a_run_knows_its_tasks_and_has_not_read_its_
     assert own.pool.given.sum() >= 24
 
 
+@pytest.mark.slow
 def test_figures_are_told_for_each_environment(model, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def score(completion, answer):\n    return float(completion.startswith(answer))\n\n"

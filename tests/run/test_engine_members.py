@@ -112,7 +112,7 @@ def test_one_engine_joins_and_another_is_drained_while_training_goes_on(
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_engine_that_restarts_with_less_context_limits_the_run_or_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:

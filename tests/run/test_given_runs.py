@@ -113,6 +113,7 @@ def test_dpo_learns_which_reply_is_better_without_a_reward(tmp_path: Path) -> No
     assert steps_of(run)[-1]["eval/preference_accuracy"] == before["preference_accuracy"], "of the latest evaluation by then"
 
 
+@pytest.mark.slow
 def test_kto_learns_from_replies_that_are_good_or_bad(tmp_path: Path) -> None:
     algorithm, rollout = {"name": "kto", "beta": 0.5}, {"groups": 16, "max_tokens": 3}
     run = learn(tmp_path, environment(tmp_path, labels), algorithm, steps=60, rollout=rollout, trainer={"lr": 1e-3})
@@ -165,7 +166,7 @@ def weights(run: tidemill.Run) -> bytes:
     return (run.folder / "final" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("name", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "kto"))])
 def test_a_deterministic_run_that_was_stopped_ends_with_the_same_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +211,7 @@ def test_what_is_learnt_has_to_be_there_before_anything_is_started(tmp_path: Pat
         learn(tmp_path, env, "grpo", steps=1, model=tmp_path / "model", run_dir=tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_a_file_of_conversations_is_learnt_turn_by_turn(tmp_path: Path) -> None:
     def talk(pair: str) -> list[Row]:
         said = [(role, text) for letter in pair for role, text in (("user", f"{letter}="), ("assistant", letter))]

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import tidemill
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.observability import operator_profiler
@@ -38,6 +40,7 @@ def events(place: Path) -> list[dict[str, Any]]:
         return json.load(file)["traceEvents"]
 
 
+@pytest.mark.slow
 def test_operators_of_each_process_lie_within_its_spans(tmp_path):
     run(tmp_path, 6)
     found = events(tmp_path)

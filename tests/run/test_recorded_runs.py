@@ -46,6 +46,9 @@ def test_commands_read_it(recorded):
     assert check_format(recorded) < FORMAT, "reading changes nothing"
 
 
+@pytest.mark.parametrize(
+    "recorded", [RECORDED[0], *(pytest.param(p, marks=pytest.mark.slow) for p in RECORDED[1:])], indirect=True
+)
 def test_it_goes_on(recorded):
     before = {path.name: path.read_bytes() for path in (recorded / "trajectories").iterdir()}
     said("train", "recipe.toml", "steps=6")

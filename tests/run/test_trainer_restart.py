@@ -123,9 +123,8 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "final" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "place", ["training again", *(pytest.param(p, marks=pytest.mark.slow) for p in ("update", "publication"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["training again", "update", "publication"])
 def test_a_deterministic_run_ends_in_the_same_bits(place, model, tmp_path, monkeypatch, undisturbed) -> None:
     built = Built(monkeypatch, DEATHS[place])
     assert built.train(model, tmp_path / "run", **EXACT).complete
@@ -161,6 +160,7 @@ def test_a_spent_budget_and_a_loss_without_supervision_end_the_run(model, tmp_pa
     assert again.complete and again.report["groups"]["lost"] == again.report["groups"]["trained_twice"] == 0
 
 
+@pytest.mark.slow
 def test_steps_that_cannot_be_read_make_all_processes_start_again(model, tmp_path, monkeypatch) -> None:
     """Steps have to be undone then, and engines may not step back."""
     built = Built(monkeypatch, {"apply": (6,)})

@@ -111,7 +111,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("a byte of the first step after the checkpoint", "bytes of what waits to be trained", "the segment")
+
+
+@pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
 def test_it_goes_on_from_before_the_step_that_cannot_be_read(model, interrupted, tmp_path, case, capfd):
     damage, which, first = CASES[case]
     folder = shutil.copytree(interrupted[False], tmp_path / "run", symlinks=True)

@@ -78,6 +78,7 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "warm-starts").iterdir())
 
 
+@pytest.mark.slow
 def test_a_target_out_of_reach_fails_keeps_nothing_and_goes_on_under_a_higher_limit(tmp_path: Path):
     with pytest.raises(RunFailed, match=r"reached accuracy 0\.\d\d on training tasks in 3 steps.*= 0\.6 was expected"):
         train(tmp_path, warmup=SMALL["warmup"] | {"steps": 3})
@@ -135,6 +136,7 @@ def test_a_kept_one_is_used_and_a_damaged_one_is_made_again(tmp_path: Path):
     assert read_kept(entry).accuracy >= 0.6
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_warm_up_that_is_damaged_costs_the_warm_up_alone(tmp_path: Path):
     with pytest.raises(RunFailed):
         train(tmp_path, warmup=SMALL["warmup"] | {"steps": 3})

@@ -294,6 +294,7 @@ async def result_or_error(call):
         return error
 
 
+@pytest.mark.slow
 async def test_narrow_sums_learn_as_exact_ones_do():
     losses = {}
     for kind in ("float32", *NARROW):

@@ -58,6 +58,7 @@ def test_what_a_person_reads(tidemill, trained: Path):
     assert "40 held-out" in said.out and "the run's report says the same" in said.out and "\x1b" not in said.out
 
 
+@pytest.mark.slow
 def test_the_sources_of_a_run_are_found_from_any_folder(tidemill, tmp_path: Path, monkeypatch):
     """A recipe with a relative file, trained from its folder, or from another one."""
     for name, stand in (("there", tmp_path / "project"), ("elsewhere", tmp_path / "away")):

@@ -63,6 +63,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_verifiers_pairs_teach_dpo(tidemill, tmp_path: Path) -> None:
     fresh_model(tmp_path / "m", alphabet=LETTERS + "=+:\n", context=64, **SIZES["0.1m"])
     rollout = {"groups": 8, "group_size": 8, "max_tokens": 6}

@@ -102,9 +102,9 @@ def test_a_sound_reward(tidemill, recipe):
     ("reward", "verdicts"),
     [
         ("mine.py:takes_all", {"gold": "ok", "empty": "passes", "letters": "passes", "long": "passes"}),
-        ("mine.py:takes_none", {"gold": "fails", "empty": "ok"}),
-        ("mine.py:contains", {"gold": "ok", "empty": "passes", "letters": "ok"}),
-        ("mine.py:raises", {"gold": "ok", "empty": "not judged", "digits": "ok"}),
+        pytest.param("mine.py:takes_none", {"gold": "fails", "empty": "ok"}, marks=pytest.mark.slow),
+        pytest.param("mine.py:contains", {"gold": "ok", "empty": "passes", "letters": "ok"}, marks=pytest.mark.slow),
+        pytest.param("mine.py:raises", {"gold": "ok", "empty": "not judged", "digits": "ok"}, marks=pytest.mark.slow),
         ("mine.py:crashes_the_group", {"gold": "ok", "letters": "not judged", "digits": "ok"}),
         ("tagged.py:score_any", {"gold": "ok", "letters": "ok", "formatted": "passes"}),
         ("mine.py:dies", {"gold": "fails"}),
@@ -118,13 +118,19 @@ def test_an_unsound_reward(reward, verdicts, tidemill, recipe):
 
 def test_a_reply_has_the_form_that_the_reward_reads(tidemill, recipe):
     assert lines(tidemill, recipe, "tagged.py:score", code=0)["formatted"]["mean"] == 0.0
+
+
+@pytest.mark.slow
+def test_a_reply_has_the_form_that_a_reasoning_gym_reads(tidemill, recipe):
     gym = '{ kind = "reasoning_gym", dataset = "chain_sum", size = 20, eval_size = 5, answer_tag = "answer" }'
     said = tidemill("reward", "test", str(recipe), f"env={gym}", "--json")
     found = {line["kind"]: line for line in json.loads(said.out)["lines"]}
     assert said.code == 0 and found["gold"]["passed"] == 20 and found["formatted"]["verdict"] == "ok"
 
 
-@pytest.mark.parametrize("reward", ["exact", "numeric", "last_boxed", "math"])
+@pytest.mark.parametrize(
+    "reward", ["exact", *(pytest.param(r, marks=pytest.mark.slow) for r in ("numeric", "last_boxed", "math"))]
+)
 def test_named_rewards_on_rows(reward, tidemill, recipe):
     data = recipe.parent / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(700 + i)}) + "\n" for i in range(30)))
@@ -162,6 +168,7 @@ def test_a_group_is_judged_as_a_group(tidemill, recipe):
     assert found["gold"]["passed"] == 32 and found["letters"]["passed"] == 0
 
 
+@pytest.mark.slow
 def test_replies_of_ones_own(tidemill, recipe):
     own = recipe.parent / "own.jsonl"
     rows = [

@@ -46,6 +46,7 @@ def with_tokenizer(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.engines
 class TestOpenaiEngine(EngineContract):
     """Behind `tidemill serve`."""
 
@@ -259,6 +260,7 @@ def test_it_serves_a_reference_as_the_native_engine_does(tmp_path: Path) -> None
     assert asked > 0 and found == pytest.approx(expected, abs=1e-4) and max(map(abs, found)) > 1e-3
 
 
+@pytest.mark.slow
 def test_no_run_trains_on_what_it_samples(tmp_path: Path) -> None:
     fresh_model(tmp_path / "model", alphabet=ALPHABET, context=64, **SIZES["0.1m"])
     with Running(tmp_path / "model") as server, pytest.raises(ConfigError, match="'openai' lacks the capability 'proof'"):

@@ -218,6 +218,7 @@ def test_ends(chats: Running, characters: Running) -> None:
     assert unasked.choices[0].finish_reason == "length" and unasked.usage.completion_tokens == 128, "half the context"
 
 
+@pytest.mark.slow
 def test_two_hundred_at_a_time(chats: Running) -> None:
     """Completions and chats, whole and streamed, with every option, all at once; each reply is the one it gets alone."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from tidemill.models.kernels.cpu.packed_sequences import Families
 from tidemill.models.kernels.cuda.tiles import Tiles
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(families(tile=64), st.integers(1, 70), st.integers(1, 70))
 def test_every_pair_of_a_query_and_a_key_it_sees_is_looked_at_once(of: Families, queries: int, keys: int) -> None:

@@ -63,7 +63,8 @@ def test_where_there_is_a_compiler_there_are_kernels() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("width", [4, *(pytest.param(width, marks=pytest.mark.slow) for width in (8, 16))])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [4, 8, 16])
 def test_vectors_of_any_width_compute_the_same(width, cache, monkeypatch) -> None:
     """Those of other processors as well as this one's, which every other test has."""
     monkeypatch.setattr(compilation, "FLAGS", (*compilation.FLAGS, f"-DWIDTH={width}"))
