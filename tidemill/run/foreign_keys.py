@@ -144,7 +144,11 @@ _OFFLOAD = (
     "lower trainer.micro_batch_tokens take less memory, too"
 )
 _OPTIMIZERS = "other optimizers do not exist yet: AdamW is the one; trainer.betas, eps and weight_decay set it"
-_SPECULATIVE = "speculative decoding does not exist yet: engines sample one token of a sequence at a time"
+_SPECULATIVE = (
+    "engine.speculation.method says where the native engine finds drafts: in a sequence's own tokens ('ngram') or also in "
+    "other replies to its prompt ('rollouts'); vLLM has its own, by engine.options.speculative-config; draft models for the "
+    "native engine do not exist yet"
+)
 
 _MISSING = {
     _LORA: "lora peft peft_config use_peft qlora dora adapter adapters enable_lora lora_r lora_rank lora_alpha "

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tidemill.core.policy_version import PolicyKey
 from tidemill.engine.native.kv_blocks import NULL_PAGE, ROOT, BlockManager, PageKey
-from tidemill.engine.native.scheduler import Plan, Scheduler, Sequence
+from tidemill.engine.native.scheduler import Scheduler
+from tidemill.engine.native.step_plan import Plan, Sequence
 
 PAGE = 4
 SALTS = PolicyKey("a", 0, 4), PolicyKey("b", 0, 4), PolicyKey("a", 1, 4)  # one step of two policies and incarnations

@@ -33,7 +33,8 @@ from tidemill.engine.native.cuda_graphs import (
     token_count,
 )
 from tidemill.engine.native.kv_blocks import NULL_PAGE, BlockManager
-from tidemill.engine.native.scheduler import Scheduler, Sequence
+from tidemill.engine.native.scheduler import Scheduler
+from tidemill.engine.native.step_plan import Sequence
 
 ENDS = [Finish.STOP, Finish.LENGTH]
 ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

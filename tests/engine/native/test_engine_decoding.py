@@ -14,8 +14,8 @@ from engine_cases import BASE, FAMILIES, decoder, engine, prompts, reference_log
 
 from tidemill.core.types import GenerateRequest, SamplingParams, Version
 from tidemill.engine.native.paged_attention import PagedCache, siblings_together
-from tidemill.engine.native.scheduler import Chunk, Plan
 from tidemill.engine.native.staged_weights import serve
+from tidemill.engine.native.step_plan import Chunk, Plan
 from tidemill.models.architecture import Architecture
 from tidemill.models.kernels.cpu import thread_thresholds
 from tidemill.models.kernels.cpu.bindings import NONE

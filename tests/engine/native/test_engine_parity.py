@@ -24,7 +24,7 @@ from engine_cases import (
 
 from tidemill.core.types import Finish, GenerateRequest, SamplingParams
 from tidemill.engine.native.paged_attention import PagedCache, _group, siblings_together
-from tidemill.engine.native.scheduler import Chunk
+from tidemill.engine.native.step_plan import Chunk
 from tidemill.models.kernels.cpu.bindings import Native
 from tidemill.models.kernels.library import native
 

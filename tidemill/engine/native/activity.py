@@ -18,7 +18,11 @@ class Activity:
 
     def __init__(self) -> None:
         self.counters: dict[str, float] = dict.fromkeys(
-            ("generated_tokens", "prompt_tokens", "cached_tokens", "lost_tokens", "steps", "busy_s", "preemptions"), 0.0
+            (
+                *("generated_tokens", "drafted_tokens", "accepted_tokens", "prompt_tokens", "cached_tokens", "lost_tokens"),
+                *("steps", "busy_s", "preemptions"),
+            ),
+            0.0,
         )
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._busy: Span | None = None
@@ -40,6 +44,11 @@ class Activity:
             self._away = None
         self._busy = Span("generate", start, end)
         self._spans.append(self._busy)
+
+    def count(self, **amounts: float) -> None:
+        """Add to counters by name."""
+        for name, amount in amounts.items():
+            self.counters[name] += amount
 
     def leave(self) -> None:
         """Note that the loop yields to other tasks, such as those that take calls and send results."""

@@ -32,8 +32,8 @@ from tidemill.core.types import MOST_TOP_LOGPROBS
 from tidemill.engine.native.paged_attention import PagedCache
 from tidemill.engine.native.runner import Output, Probe, Probed
 from tidemill.engine.native.sampler import RowParams, Sampled, alternatives, sample
-from tidemill.engine.native.scheduler import Plan
 from tidemill.engine.native.staged_weights import Weights
+from tidemill.engine.native.step_plan import Plan
 from tidemill.models.decoder import Attend, Decoder, RMSNorm
 
 BLOCK = 32  # rows: a multiple of the widest unrolled vector loop, whose remainder would be computed by another formula

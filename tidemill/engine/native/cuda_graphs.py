@@ -24,8 +24,8 @@ from torch import Tensor
 
 from tidemill.engine.native.paged_attention import PagedCache
 from tidemill.engine.native.sampler import RowParams, Sampled, finite
-from tidemill.engine.native.scheduler import Plan
 from tidemill.engine.native.staged_weights import Weights
+from tidemill.engine.native.step_plan import Plan
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import AttendHeads, Decoder
 from tidemill.models.kernels.cuda.launchers import Gpu

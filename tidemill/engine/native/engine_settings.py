@@ -6,7 +6,23 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from tidemill.core.config import Config
 from tidemill.engine.engine_kinds import BaseEngineSettings
+
+
+class SpeculationSettings(Config):
+    """Settings of speculative decoding. Tokens and logprobs are those without it."""
+
+    method: Literal["none", "ngram", "rollouts"] = Field(
+        default="none",
+        description="Drafts from the sequence's own tokens (ngram), or also from other replies to its prompt (rollouts)",
+    )
+    num_speculative_tokens: int = Field(default=8, ge=1, description="Most draft tokens of a sequence in one step")
+    step_tokens: int = Field(
+        default=16,
+        ge=2,
+        description="Most tokens of a step with drafts. It has some while at most half as many sequences are live",
+    )
 
 
 class EngineSettings(BaseEngineSettings):
@@ -29,6 +45,7 @@ class EngineSettings(BaseEngineSettings):
     batch_invariant: bool = Field(
         default=False, description="Compute equal bits for a sequence in any batch. Needs float32 on the CPU"
     )
+    speculation: SpeculationSettings = SpeculationSettings()
 
     @property
     def fixed_threads(self) -> bool:

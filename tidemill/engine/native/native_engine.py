@@ -43,11 +43,14 @@ from tidemill.engine.native.request_state import (
     completion,
     probe_of,
     record_details,
+    record_probe,
     scored,
 )
 from tidemill.engine.native.runner import Output, Probed, UnderWay, launch, run
-from tidemill.engine.native.scheduler import Plan, Scheduler, Sequence
+from tidemill.engine.native.scheduler import Scheduler
+from tidemill.engine.native.speculation import Speculation
 from tidemill.engine.native.staged_weights import Staging, serve
+from tidemill.engine.native.step_plan import Plan, Sequence
 from tidemill.engine.native.weight_updates import WeightUpdater
 from tidemill.engine.request_refusals import check_policy, check_request, check_temperature, checked_tokens
 from tidemill.models.decoder import Decoder
@@ -104,6 +107,7 @@ class NativeEngine:
         self._cache: PagedCache | None = self._new_cache()  # None while asleep
         self._requests = RequestTable(self._scheduler)  # everything that waits or runs
         self._episodes = KeptConversations()
+        self._speculation = Speculation(settings.speculation, settings.max_sequences)
         self._activity, self._cores = Activity(), cores or Cores()
         self._updates = WeightUpdater(
             weights,
@@ -255,9 +259,14 @@ class NativeEngine:
         fault_injection.reach(self.name, "generate", self._updates.weights.version.step)
         start = time.monotonic()
         self._cores.take()
-        if settles := self._under_way is not None and self._scheduler.may_preempt():
+        ran = self._under_way is not None
+        if ran and self._scheduler.may_preempt():
             self._settle()
-        if (plan := self._scheduler.plan()) is not None:
+        drafts = None
+        if self._speculation.due(self._scheduler, cache.ahead):
+            self._settle()
+            drafts = self._speculation.propose(self._scheduler, self._slots)
+        if (plan := self._scheduler.plan(drafts)) is not None:
             for sequence in plan.admitted:
                 self._begin(self._requests.under_way[sequence], start)
             launched, known = self._launch(cache, plan)
@@ -267,7 +276,7 @@ class NativeEngine:
                 self._settle()
         elif self._under_way is not None:  # whatever runs ends with it
             self._settle()
-        elif not settles:
+        elif not ran:
             raise RuntimeError(f"engine {self.name}: {len(self._requests.under_way)} requests and nothing to compute")
         self._activity.step(start, time.monotonic())
 
@@ -279,7 +288,8 @@ class NativeEngine:
             params.adjustments = self._slots.adjustments(slots, plan.sample_positions, self._scheduler.tokens)
         top = int(self._slots.top[slots].max(initial=0))
         probes = [probe_of(self._slots.requests[c.slot], c) for c in plan.probes]
-        if ahead := cache.ahead and not (top or probes or params.adjustments or params.truncated.any()):
+        waits = top or probes or params.adjustments or params.truncated.any() or (plan.drafted >= 0).any()
+        if ahead := cache.ahead and not waits:
             read = launch(weights, cache, plan, table, params)
         else:
             compute = run_invariant if self.settings.batch_invariant else run
@@ -309,6 +319,7 @@ class NativeEngine:
     def _record(self, plan: Plan, output: Output, epoch: int) -> None:
         rows, sampled = self._slots, output.sampled
         here = self._scheduler.learn(plan, sampled.tokens)
+        self._activity.count(**self._speculation.learn(plan, here))
         slots, positions, tokens = plan.sample_slots[here], plan.sample_positions[here], sampled.tokens[here]
         rows.logprobs[slots, positions] = sampled.logprobs[here]
         rows.model_logprobs[slots, positions] = sampled.model_logprobs[here]
@@ -327,18 +338,10 @@ class NativeEngine:
             full = len(request.sequence.prompt) + request.params.max_tokens == length
             self._complete(request, Finish.STOP if stopped[i] else Finish.LENGTH if full else Finish.CONTEXT, length)
         for chunk, part in zip(plan.probes, output.probed, strict=True):
-            self._record_probe(chunk.slot, chunk.start, part)
-
-    def _record_probe(self, slot: int, start: int, part: Probed) -> None:
-        """Store scored logprobs; `part` begins with the distribution after position `start`."""
-        request = self._slots.requests[slot]
-        assert request is not None and request.probed is not None
-        rows = slice(start + 1, start + 1 + len(part.logprobs))
-        request.probed.logprobs[rows] = part.logprobs
-        request.probed.top_ids[rows], request.probed.top_logprobs[rows] = part.top_ids, part.top_logprobs
-        if rows.stop == len(request.probed.logprobs):
-            # A commit restarts what is scored, so this one version did it all.
-            self._requests.finish(request, scored(request.probed, self._updates.weights.version))
+            request = rows.requests[chunk.slot]
+            if (whole := record_probe(request, chunk.start, part)) is not None:
+                # A commit restarts what is scored, so this one version did it all.
+                self._requests.finish(request, scored(whole, self._updates.weights.version))
 
     def _submit(self, asked: GenerateRequest, *, stream: bool) -> ActiveRequest:
         check_request(asked, self.name, EXTRAS)
@@ -372,6 +375,7 @@ class NativeEngine:
         if self.settings.in_flight == InFlight.KEEP and request.key and sequence.salt is not None and not sequence.last:
             self._episodes.remember(request.key, sequence.salt, self._scheduler.tokens[slot, :length])
         tokens = self._scheduler.tokens[slot, len(sequence.prompt) : length]
+        self._speculation.finished(request, tokens)
         self._requests.finish(request, completion(request, finish, tokens, self._slots, self._updates.versions, self.name))
 
     def _check_alive(self) -> None:

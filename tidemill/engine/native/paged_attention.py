@@ -26,12 +26,12 @@ from torch import Tensor
 
 from tidemill.engine.native.kv_blocks import NULL_PAGE
 from tidemill.engine.native.sampler import RowParams, Sampled
-from tidemill.engine.native.scheduler import Chunk, Plan
 from tidemill.engine.native.staged_weights import Weights
+from tidemill.engine.native.step_plan import Chunk, Plan
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Attend, Decoder
 from tidemill.models.kernels.cpu.bindings import Native
-from tidemill.models.kernels.cpu.decode_pass import DecodingRows, DecodingWeights
+from tidemill.models.kernels.cpu.decode_pass import DecodingRows, DecodingWeights, parts_of
 from tidemill.models.kernels.cpu.packed_sequences import Families
 from tidemill.models.kernels.cpu.thread_thresholds import whole_pass
 from tidemill.models.kernels.library import native
@@ -142,15 +142,15 @@ class PagedCache:
         """Hidden states of a step in which every row decodes: each thread takes rows through all layers.
 
         No thread reads what another writes: of the pages that a step fills, only those of chunks are shared within it
-        (`Scheduler._compute`).
+        (`Scheduler._compute`), and the rows of a draft stay in one thread.
         """
         order = siblings_together(table[plan.singles, 0])
         if len(self._angles[0]) <= (furthest := int(plan.positions.max())):
             self._angles = decoder.rope(torch.arange(max(1024, 2 * furthest)), layers.dtype)
-        if self._room.nbytes < (needed := compiled.decoding_room(layers, len(order), threads)):
-            self._room = torch.empty(needed, dtype=torch.uint8)
         given = plan.tokens, plan.positions, plan.singles, plan.lengths, plan.writes
         tokens, positions, slots, ends, writes = (values[order] for values in given)
+        if self._room.nbytes < (needed := compiled.decoding_room(layers, parts_of(slots, threads))):
+            self._room = torch.empty(needed, dtype=torch.uint8)
         of_layers, at = self._lows(ends), (tokens, positions, order, self._angles, self.kv, table, slots)
         out = compiled.decode(layers, DecodingRows(*at, of_layers, ends, writes, self._room), threads)
         rows = self.chosen(wanted, len(out))

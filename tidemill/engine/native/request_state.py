@@ -16,7 +16,8 @@ from tidemill.core.token_extras import MODEL_LOGPROBS
 from tidemill.core.types import Completion, Finish, SamplingParams, Scored, Support, Version
 from tidemill.engine.native.runner import Output, Probe, Probed
 from tidemill.engine.native.sampler import Adjustment, RowParams, mixed, uniforms
-from tidemill.engine.native.scheduler import Chunk, Scheduler, Sequence
+from tidemill.engine.native.scheduler import Scheduler
+from tidemill.engine.native.step_plan import Chunk, Sequence
 
 EXTRAS = (MODEL_LOGPROBS,)
 """The token extras that this engine returns; `Slots` has an array of that name for each."""
@@ -39,6 +40,7 @@ class ActiveRequest:
     stream: asyncio.Queue[Token | None] | None = None  # a None in it means that the future is done
     queued_s: float = 0.0
     first_token_s: float = 0.0
+    prompt_key: bytes = b""  # see `drafts.key_of`; empty until it is needed
     supports: list[np.ndarray] = field(default_factory=list)
     tops: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     temperature: float = 1.0  # temperature of a score
@@ -250,6 +252,18 @@ def probe_of(request: ActiveRequest | None, chunk: Chunk) -> Probe:
     assert request is not None
     targets = request.sequence.prompt[chunk.start + 1 : chunk.start + 1 + chunk.count].astype(np.int64)
     return Probe(chunk.row, chunk.row + chunk.count, targets, request.temperature, request.top_k)
+
+
+def record_probe(request: ActiveRequest | None, start: int, part: Probed) -> Probed | None:
+    """Store scored logprobs; `part` begins with the distribution after position `start`.
+
+    Returns all of the request's when these were the last ones.
+    """
+    assert request is not None and request.probed is not None
+    probed, rows = request.probed, slice(start + 1, start + 1 + len(part.logprobs))
+    probed.logprobs[rows] = part.logprobs
+    probed.top_ids[rows], probed.top_logprobs[rows] = part.top_ids, part.top_logprobs
+    return probed if rows.stop == len(probed.logprobs) else None
 
 
 def record_details(request: ActiveRequest | None, i: int, output: Output) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tidemill.engine.native.paged_attention import PagedCache
 from tidemill.engine.native.sampler import RowParams, Sampled, alternatives, sample
-from tidemill.engine.native.scheduler import Plan
 from tidemill.engine.native.staged_weights import Weights
+from tidemill.engine.native.step_plan import Plan
 from tidemill.models.kernels.library import without_gradient
 
 LOGITS_BYTES = 64 << 20  # bytes of logits of scored positions that are computed together

@@ -14,64 +14,22 @@ same row, and gets a copy of the page that is not full.
 
 The next step may be planned before this one's tokens are known: such a token is recorded as -1 - its place among the step's
 samples. Code that reads tokens themselves, such as preemption, waits for `learn`.
+
+A draft's tokens are rows like those that decode, behind their sequence's own row. They stand beyond its `length`, and count
+only from `learn` on, as far as they are what was sampled: nothing else, such as the prefix cache, ever sees them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 import numpy as np
 
 from tidemill.core.policy_version import PolicyKey
+from tidemill.engine.native.drafts import accepted
 from tidemill.engine.native.kv_blocks import NULL_PAGE, ROOT, BlockManager
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """The scheduler's record of a request."""
-
-    prompt: np.ndarray  # [P] int32
-    limit: int  # most tokens that it may hold
-    probe: bool = False  # scored, not continued: neither reads nor feeds the prefix cache, samples nothing
-    last: bool = False  # nothing continues it, so its sampled tokens do not feed the cache
-    salt: PolicyKey | None = None  # prefix cache salt; None until admission
-    slot: int = -1  # kept while preempted
-    pages: list[int] = field(default_factory=list)
-    registered: int = 0  # leading pages whose content has been offered to the cache
-    chain: int = ROOT  # serial of the last of them
-    cached: int = 0  # prompt tokens found in the cache at the first admission
-    waiting: bool = True
-    released: bool = False
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Consecutive tokens of one sequence, computed in one step."""
-
-    slot: int
-    start: int  # position of its first token
-    count: int
-    row: int  # its beginning in the step's flat row of tokens
-
-
-@dataclass(slots=True)
-class Plan:
-    """One step. Its flat row of N tokens is the `singles` (longest first), then the chunks."""
-
-    singles: np.ndarray  # [D] slots that compute one token
-    lengths: np.ndarray  # [D] tokens each of them attends to, its own included
-    chunks: list[Chunk]
-    tokens: np.ndarray  # [N] int64
-    positions: np.ndarray  # [N] int64
-    writes: np.ndarray  # [N] int64  where the KV goes: page * page_size + offset
-    sample_rows: np.ndarray  # [S] rows whose next token is sampled
-    sample_slots: np.ndarray  # [S]
-    sample_positions: np.ndarray  # [S] position of that token
-    tenures: np.ndarray  # [S] tenures of the slots; they change when a sequence leaves
-    copies: np.ndarray  # [C, 2] pages of a sequence and of its twin, copied when the step's KV is written
-    probes: list[Chunk]  # rows whose next token is known and scored
-    admitted: list[Sequence]  # those that compute for the first time
+from tidemill.engine.native.step_plan import Chunk, Plan, Sequence
 
 
 class Scheduler:
@@ -131,8 +89,11 @@ class Scheduler:
         """True if the next `plan` may preempt. All sampled tokens must be known by then."""
         return not self.blocks.can_allocate(len(self._growing()))
 
-    def plan(self) -> Plan | None:
-        """The next step, or None when there is nothing to compute."""
+    def plan(self, drafts: Mapping[int, np.ndarray] | None = None) -> Plan | None:
+        """The next step, or None when there is nothing to compute.
+
+        drafts: by slot; they are computed in a step of nothing else but rows that decode.
+        """
         self._admitted, self._ending, self._twins = [], {}, []
         self._grow()
         chunks: list[Chunk] = []
@@ -148,7 +109,10 @@ class Scheduler:
             return None
         lengths = self.computed[singles] + 1
         order = np.argsort(-lengths, kind="stable")  # neighbours of similar length need least padding
-        return self._lay_out(singles[order], lengths[order], chunks)
+        singles, lengths = singles[order], lengths[order]
+        if drafts and not (chunks or self._twins):
+            singles, lengths = self._with_drafts(singles, lengths, drafts)
+        return self._lay_out(singles, lengths, chunks)
 
     def advance(self, plan: Plan) -> None:
         """Note that the plan is being computed."""
@@ -161,9 +125,15 @@ class Scheduler:
     def learn(self, plan: Plan, sampled: np.ndarray) -> np.ndarray:
         """Store the tokens `sampled` [S] for the plan's `sample_slots`.
 
-        Returns the indices that count: the other sequences were released since the step was planned.
+        Returns the indices that count. The other sequences were released since the step was planned, or the guess of the
+        draft was another token: what was computed for it is overwritten when its place is computed again.
         """
         here = np.flatnonzero(self._tenure[plan.sample_slots] == plan.tenures)
+        if (plan.drafted >= 0).any():
+            here = here[accepted(plan.drafted[here], plan.sample_slots[here], plan.sample_positions[here], sampled[here])]
+            more = plan.sample_slots[here[plan.drafted[here] >= 0]]
+            np.add.at(self.length, more, 1)
+            np.add.at(self.computed, more, 1)
         self.tokens[plan.sample_slots[here], plan.sample_positions[here]] = sampled[here]
         return here
 
@@ -216,8 +186,7 @@ class Scheduler:
                 self.preemptions += 1
                 self.preempt(next(reversed(self.running.values())))
             if slot in self.running:
-                self.table[slot, self._owned[slot]] = self.blocks.append(self.running[slot].pages)
-                self._owned[slot] += 1
+                self._append_page(slot)
 
     def _continue_prefill(self, chunks: list[Chunk]) -> int:
         budget = self.prefill_chunk
@@ -308,6 +277,30 @@ class Scheduler:
             self._ending[sequence.salt, self.tokens[sequence.slot, : start + count].tobytes()] = sequence
         return count
 
+    def _with_drafts(
+        self, singles: np.ndarray, lengths: np.ndarray, drafts: Mapping[int, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The rows with another one for each token of a draft that has room."""
+        counts = np.array([1 + (self._draft(slot, drafts[slot]) if slot in drafts else 0) for slot in singles.tolist()])
+        behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(singles, counts), np.repeat(lengths, counts) + behind
+
+    def _draft(self, slot: int, draft: np.ndarray) -> int:
+        """Write a draft behind a sequence's known tokens; returns how much of it has room.
+
+        Pages are taken for it as long as one is left for each running sequence.
+        """
+        begin, size = int(self.length[slot]), self.blocks.page_size
+        while self._owned[slot] * size < begin + len(draft) and self.blocks.can_allocate(1 + len(self.running)):
+            self._append_page(slot)
+        count = min(len(draft), int(self._owned[slot]) * size - begin)
+        self.tokens[slot, begin : begin + count] = draft[:count]
+        return count
+
+    def _append_page(self, slot: int) -> None:
+        self.table[slot, self._owned[slot]] = self.blocks.append(self.running[slot].pages)
+        self._owned[slot] += 1
+
     def _register(self, sequence: Sequence, computed: int) -> None:
         if sequence.probe or not self.blocks.prefix_cache or sequence.salt is None:
             return
@@ -326,6 +319,7 @@ class Scheduler:
             slots.append(np.full(chunk.count, chunk.slot))
             positions.append(np.arange(chunk.start, chunk.start + chunk.count))
         slot, position = np.concatenate(slots), np.concatenate(positions)
+        tokens = self.tokens[slot, position].astype(np.int64)
         page, offset = np.divmod(position, size)
         pages = np.where(position < self._shared[slot], NULL_PAGE, self.table[slot, page])
         probing = self._probe[singles]
@@ -347,14 +341,15 @@ class Scheduler:
             singles=singles,
             lengths=lengths,
             chunks=chunks,
-            tokens=self.tokens[slot, position].astype(np.int64),
+            tokens=tokens,
             positions=position,
             writes=pages.astype(np.int64) * size + offset,
             sample_rows=sample_rows,
             sample_slots=sample_slots,
-            sample_positions=self.length[sample_slots],
+            sample_positions=position[sample_rows] + 1,
             tenures=self._tenure[sample_slots],
             copies=np.array(copies, np.int64).reshape(-1, 2),
+            drafted=np.where(position >= self.length[slot], tokens, -1)[sample_rows],
             probes=probes,
             admitted=self._admitted,
         )

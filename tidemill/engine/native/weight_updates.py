@@ -24,8 +24,9 @@ from tidemill.core.policy_version import PolicyKey
 from tidemill.core.types import InFlight, Version
 from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.engine.native.activity import Activity
-from tidemill.engine.native.scheduler import Scheduler, Sequence
+from tidemill.engine.native.scheduler import Scheduler
 from tidemill.engine.native.staged_weights import Staging, Weights
+from tidemill.engine.native.step_plan import Sequence
 from tidemill.engine.request_refusals import check_forward
 from tidemill.models.piecewise import Work, at_once
 

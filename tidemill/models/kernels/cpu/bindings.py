@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tidemill.models.kernels.cpu import thread_thresholds
-from tidemill.models.kernels.cpu.decode_pass import DecodingRows, DecodingWeights
+from tidemill.models.kernels.cpu.decode_pass import DecodingRows, DecodingWeights, parts_of
 from tidemill.models.kernels.cpu.packed_sequences import MOST_NUMBERS, Families, layout, tensors
 from tidemill.models.kernels.cpu.thread_thresholds import threads_for
 from tidemill.models.kernels.cuda.launchers import DTYPES
@@ -109,19 +109,20 @@ class Native:
 
     def decode(self, weights: DecodingWeights, at: DecodingRows, threads: int) -> Tensor:
         """Hidden states [n, D] after the last norm; each thread takes a run of rows through all layers."""
-        n, kv = len(at.tokens), at.kv
+        n, kv, parts = len(at.tokens), at.kv, parts_of(at.slots, threads)
         out = torch.empty((n, weights.hidden), dtype=weights.dtype)
         assert kv.shape[0] == weights.layers == len(at.lows) and kv.dtype == weights.dtype
         assert kv.shape[2] == weights.kv_heads and kv.shape[4] == 2 * weights.head_dim
-        assert at.room.nbytes >= self.decoding_room(weights, n, threads)
-        given = at.structure(out, order := np.arange(n))
+        assert at.room.nbytes >= self.decoding_room(weights, parts)
+        given = at.structure(out, order := np.arange(n), parts)
         if self._library.tidemill_decode(ctypes.byref(weights.structure), ctypes.byref(given), threads):
             raise MemoryError(f"there is no memory for {len(order)} rows of a step")
         return out
 
-    def decoding_room(self, weights: DecodingWeights, n: int, threads: int) -> int:
-        """The bytes of work memory that `decode` needs."""
-        return self._library.tidemill_decoding_room(ctypes.byref(weights.structure), -(-n // threads)) * threads
+    def decoding_room(self, weights: DecodingWeights, parts: np.ndarray) -> int:
+        """The bytes of work memory that `decode` needs for such parts of its rows, see `parts_of`."""
+        most, threads = int(np.diff(parts).max()), len(parts) - 1
+        return self._library.tidemill_decoding_room(ctypes.byref(weights.structure), most) * threads
 
     def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: np.ndarray) -> None:
         """Write k, v [n, K, E] into the pages at `writes` [n] int64: page * page_size + offset."""

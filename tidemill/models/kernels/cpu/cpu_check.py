@@ -155,7 +155,7 @@ def _decodes(library: Native, dtype: torch.dtype) -> bool:
     shape = {"heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 32}
     weights = DecodingWeights([packed | norms], embedding, last, **shape, products=way, eps=EPS)
     kv = torch.zeros((1, 3, 1, 16, 32), dtype=dtype)
-    room = torch.empty(library.decoding_room(weights, 2, 1), dtype=torch.uint8)
+    room = torch.empty(library.decoding_room(weights, np.array([0, 2])), dtype=torch.uint8)
     given = (table, slots, [slots * 0], slots * 0 + 1, np.array([32, 16]), room)
     found = library.decode(weights, DecodingRows(tokens, positions, to, (cos, sin), kv, *given), threads=1)[to]
     x, cos, sin = embedding[tokens], cos[positions], sin[positions]

@@ -35,9 +35,9 @@ class _Rows(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tokens", "positions", "to", "out", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("pages", "room", "table", "slots")),
         ("lows", ctypes.POINTER(ctypes.c_void_p)),
-        *((name, ctypes.c_void_p) for name in ("ends", "writes", "order")),
+        *((name, ctypes.c_void_p) for name in ("ends", "writes", "order", "parts")),
         *((name, ctypes.c_int64) for name in ("layer_bytes", "table_stride")),
-        *((name, ctypes.c_int32) for name in ("n", "page_size")),
+        *((name, ctypes.c_int32) for name in ("page_size",)),
     ]
 
 
@@ -88,18 +88,27 @@ class DecodingRows(NamedTuple):
     slots: np.ndarray
     lows: Sequence[np.ndarray]  # of each layer
     ends: np.ndarray
-    writes: np.ndarray  # page * page_size + offset; no row sees what another one writes
+    writes: np.ndarray  # page * page_size + offset
     room: Tensor  # work memory of at least `Native.decoding_room` bytes
 
-    def structure(self, out: Tensor, order: np.ndarray) -> ctypes.Structure:
+    def structure(self, out: Tensor, order: np.ndarray, parts: np.ndarray) -> ctypes.Structure:
         """The C structure; its operands must outlive it."""
-        arrays = (self.tokens, self.positions, self.to, self.slots, *self.lows, self.ends, self.writes, order)
+        arrays = (self.tokens, self.positions, self.to, self.slots, *self.lows, self.ends, self.writes, order, parts)
         assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in arrays)
         dense = (out, *self.angles, self.kv)
         assert all(t.is_contiguous() and t.dtype == out.dtype for t in dense) and self.table.strides[1] == 4
         given = (array.ctypes.data for array in (self.tokens, self.positions, self.to))
         pointers = (*given, *(t.data_ptr() for t in (*dense, self.room)), self.table.ctypes.data, self.slots.ctypes.data)
         of_layers = (ctypes.c_void_p * len(self.lows))(*(array.ctypes.data for array in self.lows))
-        others = (array.ctypes.data for array in (self.ends, self.writes, order))
-        sizes = (self.kv[0].nbytes, self.table.strides[0] // 4, len(self.tokens), self.kv.shape[3])
+        others = (array.ctypes.data for array in (self.ends, self.writes, order, parts))
+        sizes = (self.kv[0].nbytes, self.table.strides[0] // 4, self.kv.shape[3])
         return _Rows(*pointers, of_layers, *others, *sizes)
+
+
+def parts_of(slots: np.ndarray, threads: int) -> np.ndarray:
+    """The first row of each thread, and n: about equal parts of the rows of `slots` [n], which stand together.
+
+    A slot's rows read what the others write, so one thread takes all of them.
+    """
+    begins = np.append(np.flatnonzero(np.diff(slots, prepend=-1)), len(slots))
+    return begins[np.searchsorted(begins, len(slots) * np.arange(threads + 1) // threads)]

@@ -22,17 +22,17 @@ typedef struct {
 
 /* Rows: `tokens` [n] at `positions` [n], which index cos and sin [.., size / 2]. The result of row i is row to[i] of out [n,
  * hidden]. Each layer has its own `lows`, and its pages lie `layer_bytes` behind those of the layer before. For the other fields
- * see `paged_queries` and `tidemill_write`. Rows that begin with the same pages are neighbours. No row reads what another
- * writes. */
+ * see `paged_queries` and `tidemill_write`. Rows that begin with the same pages are neighbours. Thread i takes rows parts[i] to
+ * parts[i + 1]; none of them reads what another thread writes. */
 typedef struct {
     const int64_t *tokens, *positions, *to;
     void *out;
     const void *cos, *sin;
     char *pages, *room; /* room: `tidemill_decoding_room` bytes for each thread */
     const int32_t *table;
-    const int64_t *slots, *const *lows, *ends, *writes, *order; /* order: 0 .. n - 1 */
+    const int64_t *slots, *const *lows, *ends, *writes, *order, *parts; /* order: 0 .. n - 1 */
     int64_t layer_bytes, table_stride;
-    int n, page_size;
+    int page_size;
 } rows;
 
 /* x += y, of n numbers. */
@@ -99,12 +99,15 @@ static int decode(const decoder *of, const rows *at, int first, int last, char *
 
 /* Returns 0, or another number if there is no memory or `tidemill_attend` has no code for these heads. */
 int tidemill_decode(const decoder *of, const rows *at, int threads) {
-    const int64_t room = tidemill_decoding_room(of, (at->n + threads - 1) / threads);
-    int failed = 0;
+    int most = 0, failed = 0;
+    for (int part = 0; part < threads; part++) {
+        const int n = (int)(at->parts[part + 1] - at->parts[part]);
+        most = n > most ? n : most;
+    }
+    const int64_t room = tidemill_decoding_room(of, most);
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(| : failed) if (threads > 1)
     for (int part = 0; part < threads; part++) {
-        const int first = (int64_t)at->n * part / threads, last = (int64_t)at->n * (part + 1) / threads;
-        failed |= decode(of, at, first, last, at->room + part * room);
+        failed |= decode(of, at, (int)at->parts[part], (int)at->parts[part + 1], at->room + part * room);
     }
     return failed;
 }
