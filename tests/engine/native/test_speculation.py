@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from tidemill.models.kernels.cpu.decode_pass import parts_of
 
 PERIOD = 7
 ARCH = replace(BASE, context=128)
-KINDS = (
+KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.6},
     {"temperature": 0.0},
@@ -35,8 +36,7 @@ KINDS = (
 def habitual(seed: int = 0, arch=ARCH, strength: float = 2.0) -> Decoder:
     """A model with habits: mostly, the next token is the last one's successor in its loop of PERIOD tokens."""
     model = decoder(arch, seed)
-    if arch.tied:
-        return model
+    assert model.head is not None
     before = np.arange(VOCAB)
     whole = VOCAB // PERIOD * PERIOD
     before[:whole] = before[:whole] // PERIOD * PERIOD + (before[:whole] - 1) % PERIOD
@@ -115,6 +115,7 @@ async def compare(
     async with serving("none", **settings) as plain:
         expected = await in_turns(plain, asked)
         assert (await counters(plain))["drafted_tokens"] == 0
+    counts = dict[str, float]()
     for method in methods:
         async with serving(method, **settings) as drafting:
             found = await in_turns(drafting, asked)
@@ -127,7 +128,7 @@ async def compare(
     return counts
 
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "one by one": {},
     "chunked": {"prefill_chunk": 5},
     "no prefix cache": {"prefix_cache": False, "page_size": 3},
@@ -149,7 +150,7 @@ async def test_two_threads_never_share_a_draft() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        await compare(requests(9, seed=8), 1e-4, 0.1, **WAYS["compiled"])
+        await compare(requests(15, seed=8), 1e-4, 0.05, **WAYS["compiled"])
     finally:
         torch.set_num_threads(before)
 

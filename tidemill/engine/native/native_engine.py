@@ -338,10 +338,9 @@ class NativeEngine:
             full = len(request.sequence.prompt) + request.params.max_tokens == length
             self._complete(request, Finish.STOP if stopped[i] else Finish.LENGTH if full else Finish.CONTEXT, length)
         for chunk, part in zip(plan.probes, output.probed, strict=True):
-            request = rows.requests[chunk.slot]
-            if (whole := record_probe(request, chunk.start, part)) is not None:
+            if (done := record_probe(rows.requests[chunk.slot], chunk.start, part)) is not None:
                 # A commit restarts what is scored, so this one version did it all.
-                self._requests.finish(request, scored(whole, self._updates.weights.version))
+                self._requests.finish(done, scored(done.probed, self._updates.weights.version))
 
     def _submit(self, asked: GenerateRequest, *, stream: bool) -> ActiveRequest:
         check_request(asked, self.name, EXTRAS)

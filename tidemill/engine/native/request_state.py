@@ -242,7 +242,8 @@ def completion(
     )
 
 
-def scored(probed: Probed, version: Version) -> Scored:
+def scored(probed: Probed | None, version: Version) -> Scored:
+    assert probed is not None
     wanted = probed.top_ids.shape[1] > 0
     return Scored(probed.logprobs, version, probed.top_ids if wanted else None, probed.top_logprobs if wanted else None)
 
@@ -254,16 +255,16 @@ def probe_of(request: ActiveRequest | None, chunk: Chunk) -> Probe:
     return Probe(chunk.row, chunk.row + chunk.count, targets, request.temperature, request.top_k)
 
 
-def record_probe(request: ActiveRequest | None, start: int, part: Probed) -> Probed | None:
+def record_probe(request: ActiveRequest | None, start: int, part: Probed) -> ActiveRequest | None:
     """Store scored logprobs; `part` begins with the distribution after position `start`.
 
-    Returns all of the request's when these were the last ones.
+    Returns the request if these were its last ones.
     """
     assert request is not None and request.probed is not None
     probed, rows = request.probed, slice(start + 1, start + 1 + len(part.logprobs))
     probed.logprobs[rows] = part.logprobs
     probed.top_ids[rows], probed.top_logprobs[rows] = part.top_ids, part.top_logprobs
-    return probed if rows.stop == len(probed.logprobs) else None
+    return request if rows.stop == len(probed.logprobs) else None
 
 
 def record_details(request: ActiveRequest | None, i: int, output: Output) -> None:

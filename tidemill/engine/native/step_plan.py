@@ -55,6 +55,5 @@ class Plan:
     copies: np.ndarray  # [C, 2] pages of a sequence and of its twin, copied when the step's KV is written
     probes: list[Chunk]  # rows whose next token is known and scored
     admitted: list[Sequence]  # those that compute for the first time
-    drafted: np.ndarray = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # [S] the guess that a sampled row computes, or -1
+    # The guess that each sampled row computes, [S]; -1: its token is known.
+    drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
