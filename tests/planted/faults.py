@@ -1336,6 +1336,49 @@ FAULTS = [
         '        "logprobs-mode": "raw_logprobs",',
         "engine/vllm/test_vllm_settings.py",
     ),
+    # SGLang servers
+    Fault(
+        "an abort ends requests whose ids begin alike",
+        '        return f"{self._nonce}-{next(self._numbers)}-"',
+        '        return f"{self._nonce}-{next(self._numbers)}"',
+        "engine/sglang/test_sglang_engine.py",
+    ),
+    Fault(
+        "old KV gets into new prompts",
+        'version.key, f"{version.step}.{version.incarnation}.{version.fingerprint or self._nonce}"',
+        "version.key, self._nonce",
+        "engine/sglang/test_sglang_engine.py",
+    ),
+    Fault(
+        "a token that comes again is counted again",
+        '        new = meta["completion_tokens"] - len(call.tokens)\n',
+        "        new = len(ids)\n",
+        "engine/sglang/test_sglang_engine.py engine/sglang/test_sglang_contract.py",
+    ),
+    Fault(
+        "an engine does not read back what its server was given",
+        "            if found is not None and found != expected:",
+        "            if False:",
+        "engine/sglang/test_sglang_engine.py",
+    ),
+    Fault(
+        "files for a server are not verified",
+        "        found = fingerprint(_read(self._folder / FILE))\n",
+        "        found = update.version.fingerprint\n",
+        "engine/sglang/test_sglang_engine.py",
+    ),
+    Fault(
+        "a server goes on after an update that failed",
+        "            self._engine.fail(error if isinstance(error, PolicyMismatch) else failed)\n",
+        "            self._engine.admission.open()\n",
+        "engine/sglang/test_sglang_engine.py",
+    ),
+    Fault(
+        "the next server does not remove what a killed one left",
+        "        self._others = [note for note in self._others if not _remove(note)]\n        self._note = ",
+        "        self._note = ",
+        "engine/remote/test_left_behind.py",
+    ),
     Fault(
         "a server outlives what started it",
         "        keeper.keep(int(parent))\n",

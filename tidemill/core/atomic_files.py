@@ -32,8 +32,13 @@ def flush_tree(folder: Path) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any], lasting: bool = True) -> None:
     """Write JSON to a file beside `path`, flush it if `lasting`, and rename it into place."""
+    write_whole(path, f"{json.dumps(value, indent=2)}\n".encode(), lasting)
+
+
+def write_whole(path: Path, raw: bytes, lasting: bool = False) -> None:
+    """Write a file beside `path`, flush it if `lasting`, and rename it into place."""
     beside = path.with_name(path.name + ".partial")
-    beside.write_text(json.dumps(value, indent=2) + "\n")
+    beside.write_bytes(raw)
     if lasting:
         flush(beside)
     os.replace(beside, path)

@@ -28,6 +28,8 @@ ENGINES.register(
 )
 _VLLM = "tidemill.engine.vllm"
 ENGINES.register("vllm", f"{_VLLM}.vllm_settings:VllmSettings", f"{_VLLM}.build_vllm_engine:build")
+_SGLANG = "tidemill.engine.sglang"
+ENGINES.register("sglang", f"{_SGLANG}.sglang_settings:SglangSettings", f"{_SGLANG}.build_sglang_engine:build")
 ENGINES.register("openai", f"{_OPENAI}.openai_settings:OpenaiSettings", f"{_OPENAI}.openai_engine:build")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.token_extras import TokenExtra
-from tidemill.core.types import Array, GenerateRequest, Version
+from tidemill.core.types import Array, GenerateRequest, SamplingParams, Version
 
 
 def check_request(asked: GenerateRequest, engine: str, extras: Sequence[TokenExtra]) -> None:
@@ -23,6 +23,15 @@ def refuse_asked(engine: str, asked: Mapping[str, bool], why: str = "does not su
     """Raise ValueError for the first feature that is asked for. asked: by its name in the request."""
     if name := next((name for name, on in asked.items() if on), None):
         raise ValueError(f"{name}: engine {engine} {why}; leave it out")
+
+
+def check_exact(params: SamplingParams, engine: str) -> None:
+    """Raise ValueError for parameters whose distribution a server cannot sample, or cannot report."""
+    truncated = {"top_p": params.top_p < 1, "top_k": params.top_k > 0, "min_p": params.min_p > 0}
+    if params.temperature > 0:
+        refuse_asked(engine, truncated, "cannot say which tokens each one was chosen from, so it cannot be trained on")
+    refuse_asked(engine, {"top_logprobs": params.top_logprobs > 0}, "does not return those of the unmodified model")
+    refuse_asked(engine, {"min_tokens, penalties and logit_bias": params.adjusted})
 
 
 def check_policy(policy: str, served: Version, engine: str) -> None:

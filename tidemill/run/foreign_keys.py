@@ -130,12 +130,12 @@ _DEVICES = (
 )
 _ZERO = f"{_SHARDS}; trainer.kind = 'deepspeed' with trainer.shard = 'zero1' or 'zero2' is DeepSpeed's own ZeRO"
 _PARALLEL = (
-    "an engine of the kind 'native' has one device, and placement.engines says how many there are; engine.kind = 'vllm' "
-    "with engine.tensor_parallel puts one on several"
+    "an engine of the kind 'native' has one device, and placement.engines says how many there are; engine.kind = 'vllm' or "
+    "'sglang' with engine.tensor_parallel puts one on several"
 )
 _ENGINES = (
-    "engine.kind says which engine samples: 'native', 'vllm' or 'transformers'; others, such as SGLang, do not exist here "
-    "yet"
+    "engine.kind says which engine samples: 'native', 'vllm', 'sglang' or 'transformers'; others, such as TensorRT-LLM, do "
+    "not exist here yet"
 )
 _MACHINES = "several machines do not exist yet: a run has one; placement is 'local' (processes) or 'inline' (one process)"
 _QUANTIZED = "quantised weights do not exist yet: trainer.dtype and engine.dtype are 'float32' or 'bfloat16'"
@@ -182,9 +182,9 @@ NOT_YET |= {
 
 NOT_YET_VALUES = {
     "placement": dict.fromkeys(("ray", "slurm", "cluster", "kubernetes", "multi_node"), _MACHINES),
-    "engine": dict.fromkeys(("sglang", "hf", "tgi", "trt-llm"), _ENGINES),
+    "engine": dict.fromkeys(("hf", "tgi", "trt-llm"), _ENGINES),
     "trainer": dict.fromkeys(("fsdp", "fsdp2", "megatron"), _SHARDS) | {"lora": _LORA, "qlora": _LORA},
 }
 """Values of a table's `kind`, also when given in place of the table."""
 NOT_YET_VALUES |= {f"{table}.kind": values for table, values in NOT_YET_VALUES.items()}
-NOT_YET_VALUES["engine"] = NOT_YET_VALUES["engine"] | dict.fromkeys(("vllm", "transformers", "openai"), _ENGINES)
+NOT_YET_VALUES["engine"] = NOT_YET_VALUES["engine"] | dict.fromkeys(("vllm", "sglang", "transformers", "openai"), _ENGINES)

@@ -18,6 +18,7 @@ from tidemill.algorithms.presets import ATTEMPTS, PRESETS
 from tidemill.core.config import Config, build, load
 from tidemill.engine.engine_kinds import BaseEngineSettings
 from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.remote.server_settings import ServerSettings
 from tidemill.envs.environment_settings import (
     NO_REWARD,
     EnvSettings,
@@ -162,11 +163,20 @@ class RunConfig(Config):
             )
 
     def _server_conflicts(self) -> Iterator[str]:
-        url, count = getattr(self.engine, "url", ""), self.placement.engines + self.placement.reference_engines
-        if url and count > 1:
+        if not isinstance(self.engine, ServerSettings) or not self.engine.url:
+            return
+        addresses, engines = [url.rstrip("/") for url in self.engine.urls], self.placement.engines
+        if twice := next((url for i, url in enumerate(addresses) if url in addresses[:i]), None):
+            yield f"engine.url names {twice!r} twice: each engine updates a server of its own; name another one"
+        if len(addresses) < engines:
             yield (
-                f"engine.url = {url!r} is one server, and {count} engines were asked for: set placement.engines = 1 and "
-                "placement.reference_engines = 0, or leave engine.url out"
+                f"engine.url names {len(addresses)} server{'s' * (len(addresses) > 1)}, and placement.engines = {engines}: "
+                "each engine updates a server of its own; name one for each, or lower placement.engines"
+            )
+        if self.placement.reference_engines and self.serves_reference is self.engine:
+            yield (
+                f"placement.reference_engines = {self.placement.reference_engines}: the servers of the policy cannot serve "
+                "the reference, because their weights change; set reference_engine, or placement.reference_engines = 0"
             )
 
     def _data_conflicts(self) -> Iterator[str]:

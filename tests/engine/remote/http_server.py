@@ -35,8 +35,8 @@ def reply(body: Any, status: int = 200, kind: str = "application/json", **header
 
 
 @asynccontextmanager
-async def serving(answer: Answer) -> AsyncIterator[str]:
-    """A server that answers by `answer`; yields its address."""
+async def serving(answer: Answer, port: int = 0) -> AsyncIterator[str]:
+    """A server that answers by `answer`; yields its address. port: 0 for any."""
     writers = set[asyncio.StreamWriter]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -57,7 +57,7 @@ async def serving(answer: Answer) -> AsyncIterator[str]:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=1000)
+    server = await asyncio.start_server(serve, "127.0.0.1", port, backlog=1000)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:

@@ -11,15 +11,15 @@ from contract_base import Reference
 from vllm_server import HEAD_DIM, started
 
 from tidemill.core.errors import ConfigError
-from tidemill.engine.vllm.server_command import find_python
-from tidemill.engine.vllm.vllm_settings import VllmSettings
+from tidemill.engine.remote.server_command import find_python
+from tidemill.engine.vllm.vllm_settings import BUILD, ENVIRONMENT, VllmSettings
 
 ROOT = Path(__file__).parents[3]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     try:
-        find_python(VllmSettings())
+        find_python(VllmSettings(), ENVIRONMENT, BUILD)
     except ConfigError as error:
         for item in items:
             if item.get_closest_marker("vllm"):

@@ -9,10 +9,11 @@ import pytest
 
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
-from tidemill.engine.vllm.server_command import check_model, find_python, kv_bytes, server_command
-from tidemill.engine.vllm.vllm_settings import VllmSettings
+from tidemill.engine.remote.server_command import find_python
+from tidemill.engine.vllm.vllm_command import check_model, kv_bytes, server_command
+from tidemill.engine.vllm.vllm_settings import BUILD, ENVIRONMENT, VllmSettings
 from tidemill.models.architecture import Architecture
-from tidemill.run.planner.server_memory import vllm_memory
+from tidemill.run.planner.server_memory import server_memory
 from tidemill.run.recipe import load_recipe
 
 ARCH = Architecture("llama", vocab=61, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=48, context=96)
@@ -78,17 +79,17 @@ def test_settings_that_would_have_no_effect_are_refused(settings: dict[str, obje
 def test_the_environment_is_found_or_its_lack_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "python"
     with pytest.raises(ConfigError, match=r"engine.python = '.*python' is no file"):
-        find_python(VllmSettings(python=str(own)))
+        find_python(VllmSettings(python=str(own)), ENVIRONMENT, BUILD)
     own.touch()
-    assert find_python(VllmSettings(python=str(own))) == str(own)
+    assert find_python(VllmSettings(python=str(own)), ENVIRONMENT, BUILD) == str(own)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tidemill.__file__", str(tmp_path / "tidemill" / "__init__.py"))
     with pytest.raises(ConfigError, match=r"there is no .peers/vllm/bin/python; run `make vllm`"):
-        find_python(VllmSettings())
+        find_python(VllmSettings(), ENVIRONMENT, BUILD)
     default = tmp_path / ".peers" / "vllm" / "bin" / "python"
     default.parent.mkdir(parents=True)
     default.touch()
-    assert find_python(VllmSettings()) == str(default)
+    assert find_python(VllmSettings(), ENVIRONMENT, BUILD) == str(default)
 
 
 def test_a_model_that_vllm_cannot_serve_is_refused_before_it_starts() -> None:
@@ -109,21 +110,40 @@ def test_the_kv_cache_holds_all_sequences_or_a_share_of_the_free_memory() -> Non
     assert kv_bytes(settings, ARCH, on_cpu=False) is None, "on CUDA devices vLLM decides"
 
 
-def test_one_server_is_not_several_engines() -> None:
-    base = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess", "engine": {"kind": "vllm", "url": "http://a:1"}}
-    load_recipe([], [], base)
-    with pytest.raises(ConfigError, match=r"engine.url = 'http://a:1' is one server, and 2 engines were asked for"):
-        load_recipe([], ["placement.engines=2"], base)
+@pytest.mark.parametrize(
+    ("url", "placement", "says"),
+    [
+        ("http://a:1", {"engines": 2}, "engine.url names 1 server, and placement.engines = 2: each engine updates a server"),
+        (["http://a:1", "http://a:1/"], {"engines": 2}, "engine.url names 'http://a:1' twice"),
+        ("http://a:1", {"reference_engines": 1}, "the servers of the policy cannot serve the reference"),
+    ],
+)
+def test_a_server_has_one_engine_that_updates_it(url: object, placement: dict[str, int], says: str) -> None:
+    frozen = {"algorithm": {"name": "grpo", "reference": {"kl": 0.1}}}
+    base = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess", "engine": {"kind": "vllm", "url": url}} | frozen
+    load_recipe(
+        [], [], base | {"engine": {"kind": "vllm", "url": ["http://a:1", "http://b:1"]}, "placement": {"engines": 2}}
+    )
+    with pytest.raises(ConfigError, match=says):
+        load_recipe([], [], base | {"placement": placement})
+
+
+def test_engines_take_the_addresses_in_turn_and_those_that_are_never_updated_share_them() -> None:
+    settings = VllmSettings(url=["http://a:1", "http://b:1"])
+    assert [settings.url_of(f"engine-{i}", updated=True) for i in (0, 1)] == ["http://a:1", "http://b:1"]
+    assert settings.url_of("reference-2", updated=False) == "http://a:1"
+    with pytest.raises(ConfigError, match=r"engine-2: engine.url names 2 servers"):
+        settings.url_of("engine-2", updated=True)
 
 
 def test_the_memory_of_a_server_is_known_before_it_starts() -> None:
     def held(updated: bool = True, **settings: object) -> dict[str, int]:
         chosen = VllmSettings.model_validate({"kv_memory_mb": 8, **settings})
-        return {each.what: each.bytes for each in vllm_memory(chosen, ARCH, 1000, True, None, updated)}
+        return {each.what: each.bytes for each in server_memory(chosen, ARCH, 1000, True, None, updated)}
 
     one, two = held(), held(tensor_parallel=2)
     assert one["weights"] == two["weights"] == 4000 and one["KV cache"] == two["KV cache"] / 2 == 8 << 20
     assert two["the next version, received by each rank"] == 2 * one["the next version, received by each rank"] == 8000
-    assert two["vLLM's 4 processes"] > one["vLLM's 3 processes"] > 1 << 30
+    assert two["the server's 4 processes"] > one["the server's 3 processes"] > 1 << 30
     assert held(dtype="bfloat16")["weights"] == 2000 and not any("next" in what for what in held(updated=False))
-    assert not vllm_memory(VllmSettings(url="http://a:1"), ARCH, 1000, True, None, True), "it runs elsewhere"
+    assert not server_memory(VllmSettings(url="http://a:1"), ARCH, 1000, True, None, True), "it runs elsewhere"

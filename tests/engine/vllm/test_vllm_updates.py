@@ -54,14 +54,16 @@ async def published(models: list[Reference], tmp_path: Path) -> AsyncIterator[We
 async def updated_in_flight(engine: VllmEngine, update: WeightUpdate) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """(tokens, logprobs, steps) of a reply during which the weights were updated."""
     before = (await engine.stats()).generated
-    call = asyncio.ensure_future(engine.generate(GenerateRequest(PROMPT, LONG)))
+    requests = [GenerateRequest(PROMPT, replace(LONG, seed=seed)) for seed in range(16)]  # others, so that it takes longer
+    call, *others = [asyncio.ensure_future(engine.generate(request)) for request in requests]
 
     async def under_way() -> bool:
-        return (await engine.stats()).generated > before + 3
+        return (await engine.stats()).generated > before + 3 * len(requests)
 
     await until(under_way)
     assert await engine.update(update) == update.version
     done = await call
+    await asyncio.gather(*others)
     return done.tokens, done.logprobs, done.versions.tolist()
 
 
@@ -234,7 +236,7 @@ async def test_a_server_that_dies_in_an_update_or_a_request_ends_its_engine_and_
             await engine.capabilities()
             assert engine._process is not None
             tree = tree_of(engine._process._process.pid)
-            worker = next(each for each in tree if "Worker" in " ".join(each.cmdline()) or "Worker" in each.name())
+            worker = max(tree, key=lambda each: len(each.parents()))
             await engine.update(replace(published))
             call: asyncio.Future[object]
             if moment == "update":

@@ -13,11 +13,12 @@ from contract_base import new_version
 from tidemill.core.types import Version
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.remote.http_client import ServerClient
+from tidemill.engine.remote.server_command import find_python
 from tidemill.engine.remote.server_process import ServerProcess, free_port
 from tidemill.engine.vllm.build_vllm_engine import build
-from tidemill.engine.vllm.server_command import find_python, server_command, server_environment
+from tidemill.engine.vllm.vllm_command import server_command, server_environment
 from tidemill.engine.vllm.vllm_engine import VllmEngine
-from tidemill.engine.vllm.vllm_settings import VllmSettings
+from tidemill.engine.vllm.vllm_settings import BUILD, ENVIRONMENT, VllmSettings
 from tidemill.models.architecture import Architecture
 from tidemill.runtime.cpu_sharing import Cores
 from tidemill.weight_sync.transport import make_receiver
@@ -43,7 +44,9 @@ def started(settings: VllmSettings, model: Path, folder: Path) -> Iterator[str]:
 
 async def _serve(settings: VllmSettings, model: Path, folder: Path) -> tuple[ServerProcess, str]:
     port, arch = free_port(), Architecture.from_folder(model)
-    command = server_command(find_python(settings), settings, model, arch, port=port, name="tested", on_cpu=True)
+    command = server_command(
+        find_python(settings, ENVIRONMENT, BUILD), settings, model, arch, port=port, name="tested", on_cpu=True
+    )
     environment = server_environment(1, settings.tensor_parallel)
     process = ServerProcess(command, name="the tested server", log=folder / "server.log", env=environment)
     url = f"http://127.0.0.1:{port}"

@@ -90,7 +90,7 @@ class OpenaiEngine(RemoteEngine):
             raise ValueError(f"score: {len(tokens)} tokens fill the context of engine {self.name}; shorten the row by one")
         if len(tokens) == 1:
             return Scored(np.zeros(1, np.float32), self._version)
-        with self._idle.asked():
+        with self._busy():
             found = await self._guarded(lambda: score(self._client, self._can.model, tokens.tolist(), ANSWER_S))
         if found is None:
             raise EngineFailed(f"engine {self.name} returned no logprobs of a prompt, as it did at its start")

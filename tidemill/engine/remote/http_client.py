@@ -23,6 +23,7 @@ from tidemill.core.errors import ConfigError, EngineFailed
 
 MOST_BYTES = 256 << 20  # of a reply: 100,000 scored tokens with 20 alternatives each take 200 MB
 CONNECT_S = 10.0  # a host that does not answer in this time is gone, whatever the deadline of the call
+LOOK_S = 60.0  # for a short answer
 IDLE_S = 1.0  # a connection is reused for so long; servers close idle ones after 5 s, and a request must not meet that
 IDLE = 16  # connections that are kept for it: the library looks through all of them at each call
 MOST_CHARS = 400  # of a server's sentence in an error
@@ -37,6 +38,7 @@ class ServerClient:
         if not (key.isascii() and key.isprintable()):
             raise ConfigError(f"the key of {name} holds characters that no HTTP header can carry: expected printable ASCII")
         self.name, self._key, self._most = name, key, most_bytes
+        self.address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         self._closed = False
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -50,6 +52,10 @@ class ServerClient:
     async def get(self, path: str, deadline_s: float) -> Any:
         """The reply to a GET: see `post`."""
         return await self._send("GET", path, None, deadline_s)
+
+    async def look(self, path: str) -> Any:
+        """`get` for what a server answers between two steps of its model."""
+        return await self._send("GET", path, None, LOOK_S)
 
     async def post(self, path: str, body: Any, deadline_s: float) -> Any:
         """The reply to a POST of `body` as JSON: decoded JSON, the text of a plain one, or None if it is empty."""
@@ -78,7 +84,7 @@ class ServerClient:
                     if line.startswith(b"data:"):
                         event = self._decode(what, reply, line[5:])
                         if isinstance(event, dict) and event.get("error"):
-                            raise EngineFailed(self._hidden(f"{self.name} failed at {what}: {_sentence(line[5:])}"))
+                            raise self._error(what, event["error"], line[5:])
                         yield event
         raise EngineFailed(f"{self.name} ended its reply to {what} too early")
 
@@ -130,6 +136,13 @@ class ServerClient:
         except (ValueError, RecursionError):
             shown = self._hidden(_short(raw.decode("utf-8", "replace")))
             raise EngineFailed(f"{self.name} answered {what} with what is no JSON: {shown!r}") from None
+
+    def _error(self, what: str, told: Any, raw: bytes) -> Exception:
+        """The error that an event tells of: a refusal, if its code says so, or a failure."""
+        code, said = told.get("code") if isinstance(told, dict) else None, self._hidden(_sentence(raw))
+        if isinstance(code, int) and 400 <= code < 500:
+            return ValueError(f"{self.name} refused {what} ({code}): {said}")
+        return EngineFailed(f"{self.name} failed at {what}: {said}")
 
     def _hidden(self, text: str) -> str:
         """The text without the key, which a server may repeat."""

@@ -29,7 +29,6 @@ from tidemill.observability.timeline import Beside, Idle
 
 T = TypeVar("T")
 ANSWER_S = 3600.0  # for a completion; the caller has a deadline of its own
-START_S = 600.0  # for all that is asked at the start
 SHORT_S = 60.0  # for a call that samples little or nothing
 
 
@@ -47,6 +46,7 @@ class RemoteCall:
     limit: asyncio.Timeout | None = None  # expires when it is aborted
     arrived: float = field(default_factory=time.monotonic)
     first_token_s: float = 0.0
+    place: asyncio.Future[bool] | None = None  # in the queue of those to be sent, for engines that admit them
 
     def completion(self, finish: Finish, oldest: Version, engine: str) -> Completion:
         logprobs = np.array(self.logprobs, np.float32)
@@ -69,18 +69,24 @@ class RemoteEngine:
     def __init__(self, client: ServerClient, spec: EngineSpec) -> None:
         """Begin in a running event loop; `_start`, which a subclass has, runs at once."""
         arch = Architecture.from_folder(spec.model)
-        self.name, self._client, self._version = spec.name, client, spec.version
+        self.name, self._client, self._first = spec.name, client, spec.version
         self._vocab, self._context = arch.vocab, spec.engine.context_of(arch.context)
         self._ends = stop_ids(None, arch, generation_config(spec.model))
         self._calls = set[RemoteCall]()
         self._counts = Counter[str]()
         self._beside, self._idle, self._memory = Beside(), Idle(), PeakMemory()
+        self._at_work, self._span = 0, 0  # samples and scores under way, the span of their time
         self._failure: Exception | None = None
         self._ready = asyncio.get_running_loop().create_task(self._start(), name=f"start of {spec.name}")
 
     async def _start(self) -> None:
-        """Ask the server what it is."""
+        """Ask the server what it is. Everything here has a deadline."""
         raise NotImplementedError
+
+    @property
+    def _version(self) -> Version:
+        """The version that is served."""
+        return self._first
 
     async def abort(self, key: str) -> None:
         for call in [call for call in self._calls if call.request.key == key]:
@@ -116,11 +122,9 @@ class RemoteEngine:
 
     async def _up(self) -> None:
         """Wait until the server has said what it can do."""
+        if self._failure is None:
+            await asyncio.wait({self._ready})  # bounded: by the deadlines of `_start`
         self._check_alive()
-        await asyncio.wait({self._ready}, timeout=START_S)
-        self._check_alive()
-        if not self._ready.done():
-            raise EngineFailed(f"engine {self.name} was not ready within {START_S:g} s")
         self._ready.result()
 
     async def _checked(self, tokens: Array, policy: str, reply: int) -> np.ndarray:
@@ -135,7 +139,7 @@ class RemoteEngine:
         """Count a call, and take it out at its end, however that comes."""
         self._calls.add(call)
         try:
-            with self._idle.asked():
+            with self._busy():
                 yield
         finally:
             self._calls.discard(call)
@@ -144,16 +148,34 @@ class RemoteEngine:
             self._counts["cached_tokens"] += call.cached
             self._counts["generated_tokens"] += len(call.tokens)
 
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Mark that something is sampled or scored; such blocks may overlap."""
+        self._at_work += 1
+        if self._at_work == 1:
+            self._span = self._beside.begin("generate")
+        try:
+            with self._idle.asked():
+                yield
+        finally:
+            self._at_work -= 1
+            if not self._at_work:
+                self._beside.end(self._span)
+
     async def _guarded(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do `work`. If the server failed, so has this engine."""
         self._check_alive()
         try:
             found = await work()
         except EngineFailed as error:
-            self._failure = self._failure or error
+            await self._failed(error)
             raise EngineFailed(str(self._failure)) from error
         self._check_alive()  # it may have been closed meanwhile
         return found
+
+    async def _failed(self, error: EngineFailed) -> None:
+        """The server failed: so has this engine from now on."""
+        self._failure = self._failure or error
 
     def _check_alive(self) -> None:
         if self._failure is not None:

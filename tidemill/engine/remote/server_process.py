@@ -3,18 +3,21 @@
     role process -> two keepers -> the server, in its own environment -> its workers
 
 The keepers (`runtime.workers.keeper`) kill everything below them when the server or the role that started it ends, also
-when that is killed. The server's output goes to a log file, whose last lines an error names.
+when that is killed. The server's output goes to a log file, whose last lines an error names. Files that a killed server
+leaves are removed (`left_behind`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from tidemill.core.errors import EngineFailed, StartFailed
+from tidemill.engine.remote.left_behind import LeftBehind
 from tidemill.runtime.process_logs import Log, describe
 from tidemill.runtime.workers import keeper, kept_command
 from tidemill.runtime.workers.stopped import LOOK_S, LOOKS, stopped_at
@@ -33,6 +37,8 @@ ANSWER_S = 10.0  # limit of one of them
 POLITE_S = 2.0  # for a server to end by itself: it removes files and shared memory then
 KILL_S = 5.0  # for a killed one to be gone
 REPORT_S = 30.0  # for its keepers to report its process id
+# Compiled code stays where it is without a folder for temporary files of the server's own.
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")}
 
 
 class ServerProcess:
@@ -42,7 +48,7 @@ class ServerProcess:
         """Start the command, in a running event loop. name: names it in errors. env: added to the environment."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self.name, self.log, self.ended = name, log, ""
-        self._log, self._begun = Log.at(log), time.monotonic()
+        self._log, self._begun, self._left, self._settled = Log.at(log), time.monotonic(), LeftBehind(log), False
         reading, writing = os.pipe()
         try:
             with open(log, "ab") as output:
@@ -52,12 +58,14 @@ class ServerProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # no Ctrl-C from the terminal
-                    env={**os.environ, **(env or {})},
+                    env={**CACHES, **os.environ, **(env or {}), "TMPDIR": self._left.folder},
                     pass_fds=(writing,),
                 )
         finally:
             os.close(writing)
+        self.folder = self._left.folder  # for temporary files; it goes with the server
         self._report, self._pid = reading, 0
+        self._note()
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name=f"watch {name}")
 
     async def healthy(self, check: Callable[[], Awaitable[object]], deadline_s: float) -> None:
@@ -66,6 +74,8 @@ class ServerProcess:
             try:
                 async with asyncio.timeout(ANSWER_S):
                     await check()
+                self._note()
+                self._settled = True
                 return
             except (EngineFailed, TimeoutError, ValueError) as error:
                 why = str(error) or "it did not answer"
@@ -85,6 +95,7 @@ class ServerProcess:
         if not await self._gone(KILL_S):  # its keepers are stopped
             self._strike()
             await self._gone(KILL_S)
+        self._left.remove()
         self._watching.cancel()
         if self._report >= 0:
             os.close(self._report)
@@ -128,13 +139,22 @@ class ServerProcess:
             if not looks and time.monotonic() - looked < RARELY_S:
                 continue
             looked = time.monotonic()
+            if not self._settled:
+                self._note()
             before, seen = seen, self._stopped()
             looks = looks + 1 if seen is not None and seen == before else 0
             if looks == LOOKS:
                 self.ended = f"{self.name} was stopped by a signal and was killed"
                 self._strike()
                 return
+        self._left.remove()
         self.ended = f"{self.name} ended: {describe(code)}; {self._log.tail()}"
+
+    def _note(self) -> None:
+        """Note what the server would leave if it were killed now."""
+        with suppress(psutil.Error):
+            tree = psutil.Process(self._process.pid)
+            self._left.note([tree, *tree.children(recursive=True)])
 
     def _stopped(self) -> tuple[object, ...] | None:
         """The state of the first process of the server that is stopped, equal while it stays so; None: none is."""

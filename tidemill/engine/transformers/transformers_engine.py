@@ -40,8 +40,9 @@ from tidemill.engine.request_refusals import (
 from tidemill.engine.transformers.causal_model import CausalModel
 from tidemill.engine.transformers.sampled_row import SampledRow
 from tidemill.engine.transformers.transformers_settings import TransformersSettings
+from tidemill.engine.verified_weights import received_weights
 from tidemill.models.fingerprint import fingerprint
-from tidemill.models.weight_slices import Receiver, Slice, whole_tensors
+from tidemill.models.weight_slices import Receiver
 from tidemill.observability.process_memory import PeakMemory
 from tidemill.runtime.cpu_sharing import Cores
 
@@ -197,12 +198,7 @@ class TransformersEngine:
 
     def _stage(self, receiver: Receiver, update: WeightUpdate) -> dict[str, Tensor]:
         """The weights of an update, whole and verified."""
-        staged = whole_tensors(receiver.receive(update))
-        received = fingerprint(Slice.whole(name, whole) for name, whole in staged.items())
-        if received != update.version.fingerprint:
-            raise PolicyMismatch(
-                f"engine {self.name} received weights of the fingerprint {received}, not {update.version.exact}"
-            )
+        staged = received_weights(receiver, update, self.name)
         self._model.fit(staged)
         return staged
 

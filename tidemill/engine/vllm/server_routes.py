@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tidemill.core.errors import EngineFailed, PolicyMismatch, StartFailed
-from tidemill.core.types import InFlight, Version
+from tidemill.core.types import InFlight
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.remote.http_client import ServerClient
 
@@ -43,16 +43,16 @@ class ServerRoutes:
         self._client, self.name = client, client.name
 
     async def health(self) -> None:
-        await self._get("/health")
+        await self._client.look("/health")
 
     async def model(self) -> tuple[str, int]:
         """(the name that the server gives its model, tokens that a sequence may hold there)."""
-        found = (await self._get("/v1/models"))["data"][0]
+        found = (await self._client.look("/v1/models"))["data"][0]
         return found["id"], int(found["max_model_len"])
 
     async def label(self) -> str:
         """The name of the weights that are served."""
-        return (await self._get("/weight_info"))["weight_version"]
+        return (await self._client.look("/weight_info"))["weight_version"]
 
     async def open_transport(self, transport: str) -> None:
         """Let each rank make the receiver of a transport. Raises StartFailed where the plug-in is not there."""
@@ -67,7 +67,7 @@ class ServerRoutes:
     async def metrics(self) -> Counter[str]:
         """The sums of the server's counters and gauges, by name without `vllm:`."""
         found = Counter[str]()
-        for name, value in _METRIC.findall(await self._get("/metrics") or ""):
+        for name, value in _METRIC.findall(await self._client.look("/metrics") or ""):
             found[name] += float(value)  # pyright: ignore[reportArgumentType]
         return found
 
@@ -98,9 +98,6 @@ class ServerRoutes:
         ranks = await self._ranks("tidemill_served", LONG_S)
         return [msgspec.convert(block, Served) for rank in ranks for block in rank]
 
-    async def _get(self, path: str) -> Any:
-        return await self._client.get(path, SHORT_S)  # bounded: by that deadline
-
     async def _ranks(self, method: str, deadline_s: float, *args: str) -> list[Any]:
         reply = await self._client.post("/collective_rpc", {"method": method, "args": list(args)}, deadline_s)
         if not isinstance(reply, dict) or not isinstance(reply.get("results"), list):
@@ -110,11 +107,6 @@ class ServerRoutes:
 
 def as_text(update: WeightUpdate) -> str:
     return msgspec.json.encode(update).decode()
-
-
-def label_of(version: Version) -> str:
-    """The name that a server gives the weights of a version."""
-    return str(version)
 
 
 def served_sums(blocks: Sequence[Served], server: str) -> dict[str, int]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.core.errors import EngineFailed, PolicyMismatch
+from tidemill.core.errors import EngineFailed
 from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingParams, Scored, Version
-from tidemill.engine.request_refusals import refuse_asked
+from tidemill.engine.remote.version_spans import spans_of
+from tidemill.engine.request_refusals import check_exact
 
 GENERATE = "/inference/v1/generate"
 PREFIX = "generate-tokens-"  # vLLM puts it before the ids of requests that come by that route
@@ -18,11 +19,7 @@ LEAST_TEMPERATURE = 0.01  # vLLM samples at this one where a lower one is asked 
 
 def check_params(params: SamplingParams, engine: str) -> None:
     """Raise ValueError for parameters whose distribution the server cannot sample or report."""
-    truncated = {"top_p": params.top_p < 1, "top_k": params.top_k > 0, "min_p": params.min_p > 0}
-    if params.temperature > 0:
-        refuse_asked(engine, truncated, "cannot say which tokens each one was chosen from, so it cannot be trained on")
-    refuse_asked(engine, {"top_logprobs": params.top_logprobs > 0}, "does not return those of the unmodified model")
-    refuse_asked(engine, {"min_tokens, penalties and logit_bias": params.adjusted})
+    check_exact(params, engine)
     if 0 < params.temperature < LEAST_TEMPERATURE:
         raise ValueError(
             f"temperature={params.temperature!r}: vLLM samples at {LEAST_TEMPERATURE} where less is asked for; expected "
@@ -65,26 +62,6 @@ def choice_of(reply: Any, server: str) -> Mapping[str, Any]:
         raise EngineFailed(f"{server} answered {GENERATE} with no choice: {str(reply)[:200]}") from None
 
 
-def spans_of(choice: Mapping[str, Any], count: int, labels: Mapping[str, Version], server: str) -> list[tuple[Version, int]]:
-    """The versions that sampled a reply of `count` tokens, each with its number of tokens, in order.
-
-    Raises PolicyMismatch unless the spans of the reply are of known versions and cover every token once.
-    """
-    found, at = list[tuple[Version, int]](), 0
-    for span in choice.get("weight_versions") or ():
-        if (version := labels.get(span["version"])) is None:
-            raise PolicyMismatch(
-                f"{server} sampled with weights that it calls {span['version']!r}, which were never published"
-            )
-        if span["start"] != at:
-            raise PolicyMismatch(f"{server} names no weights for the tokens {at} to {span['start']} of a reply")
-        found.append((version, span["end"] - at))
-        at = span["end"]
-    if at != count:
-        raise PolicyMismatch(f"{server} names the weights of {at} of the {count} tokens of a reply")
-    return [(version, tokens) for version, tokens in found if tokens]
-
-
 def completion_of(
     reply: Mapping[str, Any], request: GenerateRequest, labels: Mapping[str, Version], oldest: Version, server: str
 ) -> Completion:
@@ -95,7 +72,7 @@ def completion_of(
     if [entry["token_id"] for entry in content] != tokens.tolist():
         raise EngineFailed(f"{server} returned {len(tokens)} tokens and the logprobs of {len(content)} others")
     logprobs = np.array([entry["logprob"] for entry in content], np.float32)
-    spans = spans_of(choice, len(tokens), labels, server)
+    spans = spans_of(choice.get("weight_versions"), len(tokens), labels, server)
     ended = {"stop": Finish.STOP, "abort": Finish.CANCELLED, "length": Finish.CONTEXT}.get(choice.get("finish_reason") or "")
     if ended is None:
         raise EngineFailed(f"{server} ended a reply with finish_reason {choice.get('finish_reason')!r}")

@@ -17,7 +17,7 @@ from tidemill.engine.engine_kinds import BaseEngineSettings
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.paged_attention import GATHER_BYTES, MOST_PAIRS
-from tidemill.engine.vllm.vllm_settings import VllmSettings
+from tidemill.engine.remote.server_settings import ServerSettings
 from tidemill.models.architecture import Architecture, matrices, parameters
 from tidemill.models.kernels.cpu.bindings import BLOCK, STEP, Native
 from tidemill.models.kernels.library import native
@@ -25,7 +25,7 @@ from tidemill.models.trained_linear import MIXES
 from tidemill.run.planner.device_plan import ENGINES, TRAINER, DevicePlan, as_configured, resolved
 from tidemill.run.planner.held_memory import ITEM, Held
 from tidemill.run.planner.plan import plan_of
-from tidemill.run.planner.server_memory import vllm_memory
+from tidemill.run.planner.server_memory import server_memory
 from tidemill.run.planner.trainer_memory import trainer_memory
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of
@@ -161,8 +161,8 @@ def engine_memory(
     size = ITEM[settings.dtype]
     if settings.elsewhere:
         return []
-    if isinstance(settings, VllmSettings):
-        return vllm_memory(settings, arch, parameters(arch), device_of(settings.device) == "cpu", free, updated)
+    if isinstance(settings, ServerSettings):
+        return server_memory(settings, arch, parameters(arch), device_of(settings.device) == "cpu", free, updated)
     if not isinstance(settings, EngineSettings):
         return [Held("weights; the rest is not known", size * parameters(arch), "a smaller model")]
     own, on_cpu, spare = size * parameters(arch), device_of(settings.device) == "cpu", updated and not turns

@@ -40,6 +40,11 @@ class Admission:
             self._empty.set()
         self._let_in()
 
+    async def emptied(self, deadline_s: float) -> None:
+        """Wait until nothing is inside. Raises TimeoutError at the deadline."""
+        async with asyncio.timeout(deadline_s):
+            await self._empty.wait()
+
     def shut(self) -> None:
         self._shut = True
 
