@@ -28,6 +28,7 @@ def engine_at(url: str, folder: Path, transport: str = "shared_memory", **settin
     return engine
 
 
+@pytest.mark.engines
 class TestSglangEngine(EngineContract):
     incremental, load = True, "disk"
     url, fake = "", FakeSglang.__new__(FakeSglang)
@@ -41,6 +42,7 @@ class TestSglangEngine(EngineContract):
         return engine_at(self.url, folder, load=self.load)
 
 
+@pytest.mark.engines
 class TestByBroadcast(TestSglangEngine):
     """Weights by a process group, and a server that streams whole replies."""
 
