@@ -67,6 +67,8 @@ class EngineStats:
     preemptions: int
     prompt_tokens: int
     cached_tokens: int
+    drafted_tokens: int = 0  # guesses of speculation
+    accepted_tokens: int = 0  # guesses that came true
 
 
 class Sampler(Protocol):
