@@ -54,6 +54,11 @@ RATE_S = 10.0
 ENGINE_S = 5.0  # deadline of the telemetry of an engine, or of the trainer
 MOST_REASONS = 100
 TAILS = frozenset({"encoded_alone", "text_differs"})  # of appended turns, see `models.turn_renderers`
+COUNTED = {
+    "prefix_cache/lost_tokens": "lost_tokens",
+    "speculation/drafted_tokens": "drafted_tokens",
+    "speculation/accepted_tokens": "accepted_tokens",
+}  # a step's metrics, and the engines' counters that they add up
 PROBED_ROWS = 4  # rows of a batch that each probe scores
 
 
@@ -279,7 +284,7 @@ class Monitor:
         engines = (engine for pool in self._pools for engine in pool.engines)
         told = await asyncio.gather(*map(self._of, (self._trainer, *engines)))
         telemetry = [each for each in told if each is not None]
-        lost = sum(map(self._collect, telemetry))
+        collected = list(map(self._collect, telemetry))
         pools = {each.process: [*self._later.get(each.process, ()), *each.spans] for each in telemetry}
         self._later |= {name: [span for span in spans if span.end > now] for name, spans in pools.items()}
         own = [Span(f"loop/{span.name}", span.start, span.end) for span in loop]
@@ -289,7 +294,9 @@ class Monitor:
         self.totals.time.add(step)
         overall = {f"time/{kind}": share for kind, share in step.overall().items()}
         each = {f"time/{name}/{k}": v for name, kinds in step.shares().items() for k, v in kinds.items() if v > 0}
-        judged = {"time/reward": step.judged / max(now - begin, 1e-9)} | ({"prefix_cache/lost_tokens": lost} if lost else {})
+        judged = {"time/reward": step.judged / max(now - begin, 1e-9)}
+        sums = {name: sum(each[counter] for each in collected) for name, counter in COUNTED.items()}
+        judged |= {name: amount for name, amount in sums.items() if amount}
         return {"throughput/tokens_per_s": rate, "time/step_s": now - begin, **overall, **judged, **each}
 
     @staticmethod
@@ -311,14 +318,15 @@ class Monitor:
         (begin, before), (end, after) = self._sampled[0], self._sampled[-1]
         return (after - before) / max(end - begin, 1e-9)
 
-    def _collect(self, telemetry: Telemetry) -> float:
-        """Take a process's telemetry; returns tokens that its prefix cache has lost since the last one."""
+    def _collect(self, telemetry: Telemetry) -> Metrics:
+        """Take a process's telemetry; returns what some of its counters have gone up by since the last one."""
         name = telemetry.process
-        before = self.totals.counters.get(name, {}).get("lost_tokens", 0.0)
+        before = self.totals.counters.get(name, {})
         self.totals.memory[name] = max(self.totals.memory.get(name, 0), telemetry.memory_bytes)
         self.totals.counters[name] = telemetry.counters
         self.trace.add(name, telemetry.pid, [span for span in telemetry.spans if span.name != IDLE])
-        return max(0.0, telemetry.counters.get("lost_tokens", 0.0) - before)  # an engine that was replaced begins at 0
+        # An engine that was replaced begins at 0.
+        return {each: max(0.0, telemetry.counters.get(each, 0.0) - before.get(each, 0.0)) for each in COUNTED.values()}
 
     def close(self) -> None:
         self._sinks.close()

@@ -199,6 +199,8 @@ class NativeEngine:
             preemptions=scheduler.preemptions,
             prompt_tokens=int(counters["prompt_tokens"]),
             cached_tokens=int(counters["cached_tokens"]),
+            drafted_tokens=int(counters["drafted_tokens"]),
+            accepted_tokens=int(counters["accepted_tokens"]),
         )
 
     @property

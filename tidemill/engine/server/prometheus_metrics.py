@@ -136,6 +136,8 @@ class _Engine(Collector):
             (counter, "generation_tokens", "Tokens sampled.", stats.generated),
             (counter, "prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", stats.prompt_tokens),
             (counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.cached_tokens),
+            (counter, "spec_decode_num_draft_tokens", "Tokens guessed by speculation.", stats.drafted_tokens),
+            (counter, "spec_decode_num_accepted_tokens", "Guessed tokens that came true.", stats.accepted_tokens),
             (counter, "num_preemptions", "Replies interrupted for lack of KV pages.", stats.preemptions),
         ):
             metric = kind(f"tidemill:{name}", help_text, labels=("model_name",))
