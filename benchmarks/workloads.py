@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import save_folder
 from tidemill.models.new_model import ModelSize, architecture, head_dim
@@ -41,6 +43,28 @@ def write_model(folder: Path, size: str, dtype: torch.dtype, context: int = 2048
     model = decoder(size, context)
     save_folder(model, folder, tokenizer_from=None, dtype=dtype)
     return sum(p.numel() for p in model.parameters())
+
+
+def write_habitual_model(folder: Path, size: str, dtype: torch.dtype, strength: float, context: int = 2048) -> float:
+    """A model that mostly continues loops of 16 tokens. Returns the mean probability of its likeliest next token.
+
+    strength: about how much more likely, in 16ths of a nat, the next token of a loop is than any other one.
+    """
+    shape = replace(architecture(SIZES[size], vocab=VOCAB[size], context=context, ends=NO_ENDS), tied=False)
+    model, generator = Decoder(shape), torch.Generator().manual_seed(0)
+    model.initialise(generator)
+    before = torch.arange(shape.vocab)
+    before = before // 16 * 16 + (before - 1) % 16
+    with torch.no_grad():
+        model.embed.weight.copy_(torch.randn(shape.vocab, shape.hidden, generator=generator))
+        assert model.head is not None
+        unit = model.embed.weight / model.embed.weight.norm(dim=-1, keepdim=True)
+        model.head.weight.copy_(strength * 16 / shape.hidden**0.5 * unit[before])
+        row = torch.from_numpy(np.random.default_rng(0).integers(0, shape.vocab, 256))
+        hidden = model(row, packed_positions([len(row)]), packed_attention([len(row)], shape.windows))
+        likeliest = model.logits(hidden).softmax(-1).amax(-1).mean().item()
+    save_folder(model, folder, tokenizer_from=None, dtype=dtype)
+    return likeliest
 
 
 def prompts(size: str, count: int, length: int, seed: int) -> list[list[int]]:
