@@ -1,4 +1,4 @@
-"""Plant the faults of `faults.py` one at a time and say which of them the tests notice.
+"""Plant the faults of `faults.py`, and of the lists beside it, one at a time and say which of them the tests notice.
 
     python tests/planted/plant.py [--only WORDS] [--jobs 2]
 
@@ -22,8 +22,10 @@ from pathlib import Path
 
 import psutil
 from faults import FAULTS, Fault
+from speculation_faults import SPECULATION_FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
+EVERY = [*FAULTS, *SPECULATION_FAULTS]
 LIMIT_S = 600.0  # of one fault's tests
 COPIED = ("tidemill", "tests", "recipes", "docs", "benchmarks", "pyproject.toml", "README.md")
 FAILED = 1  # pytest's status when tests ran and some failed; any other says that the fault was not tried
@@ -89,7 +91,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="plant those faults whose name holds these words")
     parser.add_argument("--jobs", type=int, default=2, help="faults that are tried at a time")
     given = parser.parse_args()
-    chosen = [fault for fault in FAULTS if given.only in fault.name]
+    chosen = [fault for fault in EVERY if given.only in fault.name]
     left: queue.SimpleQueue[Fault] = queue.SimpleQueue()
     for fault in chosen:
         left.put(fault)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults import FAULTS, Fault
-from plant import ROOT, source_of
+from faults import Fault
+from plant import EVERY, ROOT, source_of
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+@pytest.mark.parametrize("fault", EVERY, ids=[fault.name for fault in EVERY])
 def test_a_fault_has_one_place_and_tests(fault: Fault) -> None:
     source_of(fault, ROOT / "tidemill")
     assert fault.right != fault.wrong

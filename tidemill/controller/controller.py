@@ -355,6 +355,7 @@ class Controller:
             self.observer.published(version)
             served.append(version)
         await self.turns.engines()
+        await self.hooks.served(served[0])
         await self.buffer.release(self._owed)  # groups admitted from here on begin with these weights
         self._owed = 0
         due = step == self.schedule.steps or self._due(step, self.schedule.eval_every)

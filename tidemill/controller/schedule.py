@@ -43,6 +43,10 @@ class Schedule:
     barren: int = 100  # the run stops when this many times a step's groups are dropped in a row
 
 
+async def nothing(version: Version) -> None:
+    """Do nothing."""
+
+
 @dataclass(slots=True)
 class Hooks:
     """Functions that the loop awaits at set points. None: nothing is done there."""
@@ -56,3 +60,4 @@ class Hooks:
     ends: Callable[[], Coroutine[Any, Any, NoReturn]] | None = None  # raises PeerLost when the trainer's process ends
     # (why the trainer is lost, steps done) -> once a new one has their weights: its incarnation, step of its checkpoint
     restart: Callable[[PeerLost, int], Awaitable[tuple[int, int]]] | None = None  # None: a lost trainer ends the run
+    served: Callable[[Version], Awaitable[None]] = nothing  # with what all engines serve, before slots are released for it

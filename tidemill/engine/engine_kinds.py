@@ -52,6 +52,11 @@ class BaseEngineSettings(KindSettings, registry=ENGINES):
         return False
 
     @property
+    def altering(self) -> list[str]:
+        """The given settings that may change what is sampled, by name: a run that has some compares samples first."""
+        return [f"engine.options.{name}" for name in getattr(self, "options", {})]
+
+    @property
     def fixed_threads(self) -> bool:
         """True when the number of threads is part of the result, so that no core may be lent."""
         return False

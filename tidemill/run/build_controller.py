@@ -21,8 +21,10 @@ from tidemill.controller.evaluation import Evaluator
 from tidemill.controller.offline_groups import HeldOut, OfflineRoller
 from tidemill.controller.policy_check import Agreement
 from tidemill.controller.rollout import EpisodeSetup, Rollout
+from tidemill.controller.sampling_check import check_sampling
+from tidemill.controller.schedule import nothing
 from tidemill.core.interfaces import Algorithm, Environment, Ledger, Roller
-from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Version
+from tidemill.core.types import Array, Completion, GenerateRequest, Metrics, Sample, SamplingParams, Version
 from tidemill.observability.time_breakdown import EVALUATE
 from tidemill.run.cluster import Cluster
 from tidemill.run.deterministic_resume import Recorded, take_up_exactly
@@ -228,7 +230,32 @@ def _hooks(
             agreement.check_probe(version, await session.monitor.probe(version, samples, logprobs, cluster.pool))
 
     again = restart if session.config.supervise.resume else None
-    return Hooks(evaluate, checkpoint, agreement, probe, cluster.process.ends, again)
+    served = _sampling_check(session, cluster)
+    return Hooks(evaluate, checkpoint, agreement, probe, cluster.process.ends, again, served)
+
+
+def _sampling_check(session: Session, cluster: Cluster) -> Callable[[Version], Awaitable[None]]:
+    """The check of what engines sample with the first version, if the recipe has settings that may change it."""
+    config, model = session.config, session.model.architecture
+    if not (names := config.engine.altering) or config.offline:
+        return nothing
+    left = [make_episodes(config, session.environment, session.model).params]
+
+    async def generate(request: GenerateRequest) -> Completion:
+        return await cluster.pool.run(lambda engine: engine.generate(request))
+
+    async def forward(samples: list[Sample]) -> list[Array]:
+        async with cluster.turns.borrowed():
+            return await cluster.trainer.forward(samples)
+
+    async def served(version: Version) -> None:
+        if left:
+            params = left.pop()
+            dtype = session.plan.coarsest
+            report = await check_sampling(generate, forward, params, model.vocab, version, dtype, names)
+            session.record_event("sampling_checked", {"settings": names, **report.detail()})
+
+    return served
 
 
 @asynccontextmanager

@@ -45,6 +45,10 @@ def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (model / "config.json").is_file()
         return Fine()
 
+    async def checked(config: RunConfig, model: Path) -> None:
+        """The engine's check has tests of its own, in test_engine_check.py."""
+
+    monkeypatch.setattr(command, "check_engine", checked)
     monkeypatch.setattr(command, "check", check)
     monkeypatch.setattr(command, "as_data", lambda report: {})
     monkeypatch.setattr(command, "_show", lambda report: None)

@@ -13,8 +13,11 @@ from rich.table import Table
 
 from tidemill.cli.backend_parity import ParityReport, check
 from tidemill.cli.commands.run_state import is_run, model_of
+from tidemill.cli.engine_check import EngineCheck, check_engine
 from tidemill.cli.logprob_audit import Replay, VersionReplay, replay
+from tidemill.core.config import build
 from tidemill.observability.diagnosis.mismatch import EXACT, SAME, LogprobComparison
+from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.run_folder import RunFolder
 
 
@@ -24,13 +27,18 @@ def parity(target: Path, length: int, as_json: bool) -> int:
     replayed = asyncio.run(replay(run)) if run else None
     model = run.initial if run and not run.final.is_dir() else model_of(target)  # an unfinished run has no final/
     report = asyncio.run(check(model, length))
-    ok = report.ok and (replayed is None or replayed.ok)
+    engine = asyncio.run(check_engine(build(RunConfig, run.recipe()), model)) if run else None
+    ok = report.ok and (replayed is None or replayed.ok) and (engine is None or engine.ok)
     live = ((run.summary() if run else None) or {}).get("mismatch_lag0")  # over all versions, while it ran
     if as_json:
         data = as_data(report)
-        print(json.dumps(data | {"replay": replay_data(replayed, live), "ok": ok} if replayed else data, indent=2))
+        if replayed:
+            data |= {"replay": replay_data(replayed, live), "engine": engine.data() if engine else None, "ok": ok}
+        print(json.dumps(data, indent=2))
     else:
         _show(report)
+        if engine:
+            _show_engine(engine)
         if replayed:
             _show_replay(replayed, live)
     return 0 if ok else 1
@@ -127,6 +135,26 @@ def _show(report: ParityReport) -> None:
     if missing:
         console.print(f"  not tested: the engine reported no {' and no '.join(missing)}", style="bold red")
     console.print("  parity holds" if report.ok else "  parity does NOT hold", style="green" if report.ok else "bold red")
+
+
+def _show_engine(engine: EngineCheck) -> None:
+    console = _screen()
+    if engine.missing:
+        console.print(f"engine.kind = {engine.kind!r} could not be checked: {engine.missing}", style="bold red")
+        return
+    console.print(f"engine.kind = {engine.kind!r}, as the recipe has it", style="bold")
+    console.print(f"  proof: {engine.proof}", highlight=False)
+    if engine.audit:
+        console.print(f"  audit: {engine.audit}", highlight=False)
+    if (found := engine.sampling) is not None:
+        figures = found.detail()
+        console.print(
+            f"  sampling: mean |difference| to the trainer {figures['logprob_gap']:.1e} nats, {found.gap.tokens:,} tokens; "
+            f"frequencies of {found.replies:,} replies: chi-square {found.chi_square:.0f}, at most {found.most:.0f}",
+            highlight=False,
+        )
+    if engine.fault:
+        console.print(f"  {engine.fault}", style="bold red")
 
 
 def _show_replay(replayed: Replay, live: dict[str, Any] | None) -> None:

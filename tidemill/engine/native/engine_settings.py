@@ -48,6 +48,10 @@ class EngineSettings(BaseEngineSettings):
     speculation: SpeculationSettings = SpeculationSettings()
 
     @property
+    def altering(self) -> list[str]:
+        return [] if self.speculation.method == "none" else ["engine.speculation.method"]
+
+    @property
     def fixed_threads(self) -> bool:
         return self.batch_invariant
 
