@@ -45,7 +45,7 @@ class Audits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineCheck:
-    """What was found of one engine."""
+    """The findings about one engine."""
 
     kind: str
     proof: str  # a sentence on what its updates prove
