@@ -70,6 +70,7 @@ class Rank:
     hangs: bool = False
     asked: list[Any] = field(default_factory=list)
     announced: str = "same"
+    base: Version | None = None
 
     async def _answer(self) -> None:
         if self.hangs:
@@ -88,9 +89,8 @@ class Rank:
 
     async def publish(self, version: Version) -> WeightUpdate:
         await self._answer()
-        return WeightUpdate(
-            Version(version.step, fingerprint=self.announced), (WeightPart("memory", str(self.number), 5),), note="n"
-        )
+        named, part = Version(version.step, fingerprint=self.announced), WeightPart("memory", str(self.number), 5)
+        return WeightUpdate(named, (part,), "delta" if self.base else "full", self.base, note="n")
 
     async def telemetry(self) -> Telemetry:
         return Telemetry("trainer", 1, [], {"trained_tokens": 3.0, f"only/{self.number}": 1.0})
@@ -124,6 +124,10 @@ async def test_parts_of_all_ranks_are_one_update() -> None:
     assert [part.location for part in update.parts] == ["0", "1"] and update.bytes == 10 and update.note == "n"
     with pytest.raises(PolicyMismatch, match="ranks of the trainer announce"):
         await group(Rank(0), Rank(1, announced="other"))[0].publish(Version(3))
+    assert (await group(Rank(0, base=Version(2)), Rank(1, base=Version(2)))[0].publish(Version(3))).base == Version(2)
+    for base, other in ((Version(2), Version(1)), (Version(2), None)):
+        with pytest.raises(PolicyMismatch, match="ranks of the trainer announce changes"):
+            await group(Rank(0, base=base), Rank(1, base=other))[0].publish(Version(3))
 
 
 async def test_an_error_that_all_ranks_meet_is_raised_and_they_go_on() -> None:

@@ -100,6 +100,13 @@ def test_a_token_extra_that_is_read_and_not_returned_is_refused(
     assert "\n" not in str(refused.value)
 
 
+def test_changes_need_an_engine_that_takes_them() -> None:
+    config, takes = recipe("placement.sync.full_every=8"), UpdateSupport(("full", "delta"))
+    assert check_engine("x", Capabilities(64, updates=takes), config, "engine") == []
+    with pytest.raises(ConfigError, match=r"placement.sync.full_every = 8: engine.kind = 'x' takes full versions only"):
+        check_engine("x", Capabilities(64), config, "engine")
+
+
 def test_an_engine_that_joins_with_less_context_is_adapted_to_or_refused_by_name() -> None:
     less = Capabilities(32)
     for can, role in ((Capabilities(64), "engine"), (Capabilities(65), "reference")):

@@ -13,7 +13,7 @@ from tidemill.core.errors import TransferFailed
 from tidemill.core.types import Version
 from tidemill.core.weight_update import Rendezvous, WeightUpdate
 from tidemill.models.fingerprint import fingerprint
-from tidemill.models.weight_slices import LiveSender, Slice
+from tidemill.models.weight_slices import KeepsSent, LiveSender, Slice
 
 LIMIT_S = 20.0
 
@@ -70,6 +70,10 @@ class SendsWhenRead:
         update = self.sender.offer(version, map(form, pieces), lambda: pieces)
         self.made[update.parts[0].location] = self
         return update
+
+    def send_whole(self, version: Version) -> WeightUpdate:
+        assert isinstance(self.sender, KeepsSent)
+        return self.sender.send_whole(version)
 
     def close(self) -> None:
         self.sender.close()

@@ -134,7 +134,7 @@ class EnginePool:
             self._published, self._trainer, self._withdrawn = published, trainer, False
             self._tell()
             try:
-                await self._delivery.bring(published, self._serving(), trainer, self._lose)
+                self._bring_on(await self._delivery.bring(published, self._serving(), trainer, self._lose), published)
             except SenderLost as lost:
                 assert lost.__cause__ is not None
                 raise lost.__cause__ from None
@@ -292,7 +292,8 @@ class EnginePool:
                 return self._published
             if self._published is not None:
                 try:
-                    await self._delivery.bring(self._published, [member], self._trainer, _raise)
+                    told = self._published
+                    self._bring_on(await self._delivery.bring(told, [member], self._trainer, _raise), told)
                 except WeightsMoved:
                     return self._published  # the next version is on its way
                 except (PolicyMismatch, SenderLost):
@@ -305,6 +306,11 @@ class EnginePool:
             if self._asleep_since is not None:
                 await member.engine.sleep(weights=True)
             return None
+
+    def _bring_on(self, update: WeightUpdate, instead_of: WeightUpdate) -> None:
+        """Bring later members the version in force by this update."""
+        if self._published is instead_of:
+            self._published = update
 
     def _lose(self, member: Member, loss: Exception) -> None:
         if member.state in (MemberState.GONE, MemberState.LOST):

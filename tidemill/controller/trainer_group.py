@@ -110,11 +110,13 @@ class TrainerGroup:
     async def apply(self, scale: float) -> Metrics:
         return (await self._all(lambda i, rank: rank.apply(scale)))[0]
 
-    async def publish(self, version: Version) -> WeightUpdate:
-        updates = await self._all(lambda i, rank: rank.publish(version))
+    async def publish(self, version: Version, full: bool = False) -> WeightUpdate:
+        updates = await self._all(lambda i, rank: rank.publish(version, full) if full else rank.publish(version))
         first = updates[0]
         if other := next((each for each in updates if each.version.exact != first.version.exact), None):
             raise PolicyMismatch(f"ranks of the trainer announce {first.version.exact} and {other.version.exact}")
+        if other := next((each for each in updates if each.base != first.base), None):
+            raise PolicyMismatch(f"ranks of the trainer announce changes of {first.base} and of {other.base}")
         return replace(first, parts=tuple(part for each in updates for part in each.parts))
 
     async def send(self, update: WeightUpdate) -> str:

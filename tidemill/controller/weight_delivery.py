@@ -6,7 +6,7 @@
 One rule for what fails: a member whose engine or process failed is lost. Any other keeps what it serves and is told again,
 alone, so that it is not the victim of another one; if that fails `AGAIN` times, it is lost, too. When one fails, the
 trainer's send ends or is ended, which ends the others' receiving. A process group is never used again after a failure, nor
-once other members are to meet.
+once other members are to meet. A member that lacks the base of a change is brought the full version in the same publication.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from tidemill.core.errors import EngineFailed, PeerLost, PolicyMismatch, RemoteError, TransferFailed
+from tidemill.core.errors import BaseMissing, EngineFailed, PeerLost, PolicyMismatch, RemoteError, TransferFailed
 from tidemill.core.interfaces import Capabilities, Engine, Trainer
 from tidemill.core.types import Version
 from tidemill.core.weight_update import Rendezvous, WeightUpdate
@@ -56,26 +56,44 @@ class Delivery:
         self._limit_s = limit_s
         self._group: tuple[list[Engine], str] = ([], "")  # the engines that met last, and the name of their group
 
-    async def bring(self, update: WeightUpdate, members: Sequence[M], trainer: Trainer | None, lose: Lose[M]) -> None:
+    async def bring(
+        self, update: WeightUpdate, members: Sequence[M], trainer: Trainer | None, lose: Lose[M]
+    ) -> WeightUpdate:
         """Have members commit an update. Returns when each has done so, or is lost.
 
-        lose: takes a member out, or raises the error. Raises what an update raises else, and SenderLost; WeightsMoved if the
-        trainer cannot send this version any more.
+        The result is the update to bring to later members: if one lacked the base of a change, the full version that it was
+        sent instead. lose: takes a member out, or raises the error. Raises what an update raises else, and SenderLost;
+        WeightsMoved if the trainer cannot send this version any more.
         """
-        if not update.live:
-            await asyncio.gather(*(_alone(member, update, lose) for member in members))
-            return
-        assert trainer is not None, "a live update comes from a trainer that sends it"
-        failed = await self._together(update, members, trainer, lose) if members else {}
+        lacking = list[M]()
+        if update.live:
+            assert trainer is not None, "a live update comes from a trainer that sends it"
+            await self._live(update, members, trainer, lose, lacking)
+        else:
+            await asyncio.gather(*(_alone(member, update, lose, lacking) for member in members))
+        if not lacking:
+            return update
+        assert trainer is not None and update.kind != "full", "only a change has a base, and it comes from a trainer"
+        return await self.bring(await _whole(update, trainer), lacking, trainer, lose)
+
+    async def _live(
+        self, update: WeightUpdate, members: Sequence[M], trainer: Trainer, lose: Lose[M], lacking: list[M]
+    ) -> None:
+        failed = await self._together(update, members, trainer, lose, lacking) if members else {}
         for member in [each for each in members if each.name in failed]:
             left, why = AGAIN, failed
-            while left and (why := await self._together(update, [member], trainer, lose)):
+            while left and (why := await self._together(update, [member], trainer, lose, lacking)):
                 left -= 1
             if why:
                 lose(member, EngineFailed(f"received no weights, with others and {AGAIN} times alone: {why[member.name]}"))
 
-    async def _together(self, update: WeightUpdate, members: Sequence[M], trainer: Trainer, lose: Lose[M]) -> dict[str, str]:
-        """Let the trainer send to these members. Returns why by name, for those that are to be told again."""
+    async def _together(
+        self, update: WeightUpdate, members: Sequence[M], trainer: Trainer, lose: Lose[M], lacking: list[M]
+    ) -> dict[str, str]:
+        """Let the trainer send to these members. Returns why by name, for those that are to be told again.
+
+        lacking: those that lack the base are added to it.
+        """
         failed = dict[str, str]()
         told = self._addressed(update, members)
         sending = asyncio.ensure_future(trainer.send(told[0]))
@@ -84,10 +102,13 @@ class Delivery:
             try:
                 expect(member, await member.engine.update(its), update)
             except BaseException as error:
+                no_base = isinstance(error, BaseMissing)
                 self._group = ([], "")
-                await asyncio.wait({sending}, timeout=SETTLE_S)  # it may have failed first, and say why
+                await asyncio.wait({sending}, timeout=0 if no_base else SETTLE_S)  # it may have failed first, and say why
                 sending.cancel()  # the others' receiving ends with it
-                if isinstance(error, LOST):
+                if no_base:
+                    lacking.append(member)
+                elif isinstance(error, LOST):
                     lose(member, error)
                 elif isinstance(error, TransferFailed):
                     failed[member.name] = str(error)
@@ -124,11 +145,24 @@ class Delivery:
         return told
 
 
-async def _alone(member: M, update: WeightUpdate, lose: Lose[M]) -> None:
+async def _alone(member: M, update: WeightUpdate, lose: Lose[M], lacking: list[M]) -> None:
     try:
         expect(member, await member.engine.update(update), update)
     except LOST as loss:
         lose(member, loss)
+    except BaseMissing:
+        lacking.append(member)
+
+
+async def _whole(update: WeightUpdate, trainer: Trainer) -> WeightUpdate:
+    """The version of an update, published in full. Raises SenderLost, and WeightsMoved."""
+    try:
+        full = await trainer.publish(update.version, full=True)
+    except (PeerLost, TimeoutError) as lost:
+        raise SenderLost(str(lost)) from lost
+    if (full.kind, full.version) != ("full", update.version):
+        raise PolicyMismatch(f"asked for all weights of {update.version.exact}, the trainer published {full.version.exact}")
+    return full
 
 
 async def _sent(sending: asyncio.Future[str], limit_s: float) -> None:

@@ -78,6 +78,10 @@ class PolicyMismatch(TidemillError, RuntimeError):
     """Weights are not the ones they claim to be (I1). Engines, transports and checks raise it; it ends the run."""
 
 
+class BaseMissing(PolicyMismatch):
+    """A change came, and its base is not served here. Engines raise it and change nothing; the pool sends all weights."""
+
+
 class TransferFailed(TidemillError, ConnectionError):
     """Weights did not arrive in time, or a peer is gone. Receivers raise it; the pool tells the engine again."""
 

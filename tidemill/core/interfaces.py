@@ -95,9 +95,9 @@ class Engine(Sampler, Protocol):
         """Stage, verify and commit new weights between two decode steps; return the version now served.
 
         That version carries the fingerprint of the weights received. Raises PolicyMismatch when they are not those that
-        were sent, or apply to others than those that are served, TransferFailed when they did not arrive, and ValueError
-        for a kind of update, or a number of parts, that this engine does not take. The engine then goes on serving the old
-        version.
+        were sent, BaseMissing when they apply to others than those that are served, TransferFailed when they did not arrive,
+        and ValueError for a kind of update, or a number of parts, that this engine does not take. The engine then goes on
+        serving the old version.
         """
         ...
 
@@ -137,10 +137,11 @@ class Trainer(Protocol):
         """Scale the gradient by the whole step's `scale`, once; clip it, and take one optimizer step."""
         ...
 
-    async def publish(self, version: Version) -> WeightUpdate:
+    async def publish(self, version: Version, full: bool = False) -> WeightUpdate:
         """Write or announce the serving weights for engines to stage; the result's version carries their fingerprint.
 
-        Those of a live update are sent by `send`, while engines receive.
+        Those of a live update are sent by `send`, while engines receive. full: the version was published as a change, and an
+        engine lacks the base: publish the same weights whole. Raises WeightsMoved if another version was published since.
         """
         ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tidemill.core.errors import PolicyMismatch
+from tidemill.core.errors import BaseMissing
 from tidemill.core.types import Version
 
 UpdateKind = Literal["full", "delta", "adapter"]
@@ -24,6 +24,7 @@ class WeightPart:
     transport: str  # that wrote them, and reads them
     location: str  # shared-memory segment name or folder
     bytes: int = 0
+    whole: int = 0  # bytes that a full version of the same weights has
     live: bool = False  # nothing is written: its process sends while engines receive
 
 
@@ -53,6 +54,7 @@ class WeightUpdate:
     kind: UpdateKind = "full"
     base: Version | None = None  # the version that must be served before; None: any, as every weight is replaced
     rendezvous: Rendezvous | None = None  # of a live update, as it is given to one engine, and to the trainer to send
+    followed: bool = False  # changes may follow: a receiver that is not given the served tensors keeps copies
     note: str = ""  # why these are the weights of the version before, though there was an update
 
     def __post_init__(self) -> None:
@@ -65,6 +67,11 @@ class WeightUpdate:
     @property
     def bytes(self) -> int:
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def whole(self) -> int:
+        """Bytes of a full version of these weights."""
+        return sum(part.whole for part in self.parts)
 
     @property
     def live(self) -> bool:
@@ -91,11 +98,11 @@ class UpdateSupport:
         return UpdateSupport(tuple(kinds), self.several_parts and other.several_parts)
 
     def check(self, update: WeightUpdate, name: str, served: Version | None = None) -> None:
-        """Raise ValueError for an update that `name` cannot take, PolicyMismatch if it does not fit `served`."""
+        """Raise ValueError for an update that `name` cannot take, BaseMissing if it does not fit `served`."""
         if update.kind not in self.kinds:
             taken = " or ".join(repr(kind) for kind in self.kinds) or "no kind"
             raise ValueError(f"{name} takes weight updates of kind {taken}, but {update.version} is of kind {update.kind!r}")
         if len(update.parts) > 1 and not self.several_parts:
             raise ValueError(f"{name} takes weight updates in 1 part, but {update.version} has {len(update.parts)}")
         if update.base is not None and served is not None and update.base != served:
-            raise PolicyMismatch(f"{update.version} applies to {update.base.exact}, but {name} serves {served.exact}")
+            raise BaseMissing(f"{update.version} applies to {update.base.exact}, but {name} serves {served.exact}")

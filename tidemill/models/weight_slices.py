@@ -71,6 +71,15 @@ class LiveSender(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class KeepsSent(Protocol):
+    """A sender of changes, which holds copies of what it sent last."""
+
+    def send_whole(self, version: Version) -> WeightUpdate:
+        """Send or offer that version once more, as a full update. Raises WeightsMoved if another one was sent since."""
+        ...
+
+
 Stream = Callable[[], Iterable[Slice]]
 
 
@@ -101,6 +110,16 @@ class LiveReceiver(Receiver, Protocol):
         views of them. An iteration that is left early breaks the transfer off for all.
         """
         ...
+
+
+@runtime_checkable
+class ReadsBase(Protocol):
+    """A receiver of changes. `served`, if it is set, gives the version that the engine serves and its tensors, by name.
+
+    They are on any device, and None is given when there are none. Without it the receiver keeps copies of its own.
+    """
+
+    served: Callable[[], tuple[Version, Mapping[str, Tensor]] | None] | None
 
 
 _Block = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, its shape

@@ -56,6 +56,11 @@ def check_engine(
             f"placement.sync.transport = {transport!r}: {engine} cannot take full weight updates by it, and trainers "
             "publish no others; take another kind of engine, or another transport"
         )
+    if (every := config.placement.sync.every_full) > 1 and "delta" not in can.updates.kinds:
+        raise ConfigError(
+            f"placement.sync.full_every = {every}: {engine} takes full versions only, no changes; leave it out, or take "
+            "another kind of engine"
+        )
     probes = config.record.probe_every > 0
     blind = probes and not can.scores(config.rollout.temperature)
     told = [

@@ -66,7 +66,8 @@ _REBUILT: dict[str, type[Exception]] = {
     e.__name__: e
     for e in (
         *(ValueError, errors.CodecError, errors.ConfigError, errors.UnsupportedModel, errors.CheckpointError),
-        *(errors.PolicyMismatch, errors.TransferFailed, errors.WeightsMoved, errors.TrainingDiverged, errors.EngineFailed),
+        *(errors.BaseMissing, errors.PolicyMismatch, errors.TransferFailed, errors.WeightsMoved),
+        *(errors.TrainingDiverged, errors.EngineFailed),
         *(TimeoutError, NotImplementedError, FileNotFoundError, FileExistsError, PermissionError),
     )
 }

@@ -28,7 +28,7 @@ from tidemill.models.hf_weights import hf_blocks, save_folder, scored_tensors, s
 from tidemill.models.host_memory import give_back
 from tidemill.models.served_weights import Contents, checked, words_of
 from tidemill.models.trained_linear import MIXES
-from tidemill.models.weight_slices import LiveSender, Sender, Slice
+from tidemill.models.weight_slices import KeepsSent, LiveSender, Sender, Slice
 from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer import training_pass
 from tidemill.trainer.announced import Announced, why_unchanged
@@ -184,10 +184,11 @@ class NativeTrainer:
         async with self._steady:
             return await self._do("apply", run, self.updates)
 
-    async def publish(self, version: Version) -> WeightUpdate:
+    async def publish(self, version: Version, full: bool = False) -> WeightUpdate:
         """Send the weights to the engines as `version`; returns where they are.
 
-        Raises PolicyMismatch, and nothing becomes visible, for other names or shapes than this model's.
+        full: see `interfaces.Trainer`. Raises PolicyMismatch, and nothing becomes visible, for other names or shapes than
+        this model's.
         """
         sender = self._sender
         if sender is None:
@@ -195,11 +196,13 @@ class NativeTrainer:
         _expect_own(version.policy)
 
         def run() -> WeightUpdate:
-            published = self._send(version, sender)
+            published = self._send_whole(version, sender) if full else self._send(version, sender)
             self._recorder.count("published_bytes", published.bytes)
+            self._recorder.count("published_whole_bytes", published.whole)
             return published
 
-        return await self._do("publish", run, version.step, step=version.step)
+        async with self._steady:  # a copy that is being sent does not change
+            return await self._do("publish", run, version.step, step=version.step)
 
     async def send(self, update: WeightUpdate) -> str:
         """Send the live update that was published last, in a thread: gradients may be computed meanwhile, updates wait."""
@@ -218,7 +221,8 @@ class NativeTrainer:
             return ""
 
         async with self._steady:
-            if (now := self._announced) is None or now.version != update.version or now.updates != self.updates:
+            now, copied = self._announced, isinstance(sender, KeepsSent)  # it sends copies, whatever the weights are now
+            if now is None or now.version != update.version or (now.updates != self.updates and not copied):
                 raise WeightsMoved(f"{update.version.exact} cannot be sent any more: the trainer has other weights by now")
             return await in_thread(run, stop=stop)
 
@@ -245,6 +249,11 @@ class NativeTrainer:
             )
         self._announced = announced
         return replace(published, note=why_unchanged(before, announced, self._applied, dtype))
+
+    def _send_whole(self, version: Version, sender: Sender | LiveSender) -> WeightUpdate:
+        if not isinstance(sender, KeepsSent):
+            raise WeightsMoved(f"{version.exact} cannot be published once more: this trainer keeps no copy of it")
+        return sender.send_whole(version)
 
     def _stream(self, version: Version, blocks: list[Slice]) -> Iterator[Slice]:
         for count, piece in enumerate(serving_slices(self.decoder, DTYPES[self.settings.serving_dtype], blocks)):

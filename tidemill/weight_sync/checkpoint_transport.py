@@ -21,9 +21,9 @@ from torch import Tensor
 from tidemill.core.atomic_files import flush, remove_left
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
-from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
+from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Coverage, Slice
-from tidemill.weight_sync.manifest import MAX_BYTES, Block, WeightManifest, expect_parts, expect_whole
+from tidemill.weight_sync.manifest import CARRIES, MAX_BYTES, Block, WeightManifest, expect_parts, expect_whole
 
 _MARKER = ".tidemill-weights"
 _UNFINISHED = ".sending-"
@@ -44,7 +44,7 @@ class CheckpointSender:
         for left in folder.glob(f"{_UNFINISHED}*"):  # left by a sender that was killed
             remove_left(left, _MARKER)
 
-    def send(self, version: Version, slices: Iterable[Slice]) -> WeightUpdate:
+    def send(self, version: Version, slices: Iterable[Slice], base: Version | None = None) -> WeightUpdate:
         """Write a version and make it visible, or raise ValueError when slices do not fill their tensors."""
         if version.policy != (self._policy or version.policy):
             raise ValueError(f"{self._folder} holds {self._policy!r}: send {version.policy!r} to a folder of its own")
@@ -54,7 +54,7 @@ class CheckpointSender:
         unfinished.mkdir()
         (unfinished / _MARKER).touch()
         try:
-            manifest = _write_parts(unfinished, version, slices, self._part_bytes)
+            manifest = WeightManifest(version, _write_parts(unfinished, slices, self._part_bytes), base)
             manifest.check(self._partial)
             (unfinished / "manifest.json").write_bytes(manifest.encode())
             for path in (*unfinished.iterdir(), unfinished):
@@ -64,8 +64,7 @@ class CheckpointSender:
             remove_left(unfinished, _MARKER)
         for old in [path for path in self._versions() if path != target][: -(self._keep - 1) or None]:
             _remove(old)
-        part = WeightPart("checkpoint", str(target), sum(b.length for b in manifest.blocks))
-        return WeightUpdate(manifest.version, (part,))
+        return manifest.update(WeightPart("checkpoint", str(target), *manifest.sizes))
 
     def close(self) -> None:
         """Remove every version: they only existed to reach the engines."""
@@ -81,7 +80,7 @@ class CheckpointSender:
 class CheckpointReceiver:
     """Reads versions that CheckpointSenders wrote to shared folders, one for each part."""
 
-    takes = UpdateSupport(several_parts=True)
+    takes = CARRIES
 
     def receive(self, update: WeightUpdate) -> Iterator[Slice]:
         """Iterate over the slices of a version. Raises PolicyMismatch when files do not fit."""
@@ -102,14 +101,14 @@ class CheckpointReceiver:
         pass
 
 
-def _write_parts(folder: Path, version: Version, slices: Iterable[Slice], part_bytes: int) -> WeightManifest:
-    blocks, coverage = [], Coverage()
+def _write_parts(folder: Path, slices: Iterable[Slice], part_bytes: int) -> list[Block]:
+    blocks, coverage = list[Block](), Coverage()
     pending: dict[str, Tensor] = {}
     part = held = 0
     for item in slices:
         host = replace(item, tensor=item.tensor.detach().cpu().contiguous())
         block = Block.of(host, part=part)
-        coverage.add(host)  # checked this early because safetensors refuses overlapping tensors
+        coverage.add_block(*block.outline[:4], block.torch_dtype)  # this early: safetensors refuses overlapping tensors
         if block.key in pending:
             raise ValueError(f"{block.key} was given twice")
         if pending and held + block.length > part_bytes:
@@ -121,7 +120,7 @@ def _write_parts(folder: Path, version: Version, slices: Iterable[Slice], part_b
         blocks.append(block)
     if pending:
         save_file(pending, folder / _part_name(part))
-    return WeightManifest(version, blocks)
+    return blocks
 
 
 def _part_name(part: int) -> str:

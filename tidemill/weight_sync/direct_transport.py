@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
+from tidemill.core.weight_update import UpdateSupport
 from tidemill.weight_sync.live_ends import (
     LiveEnd,
     LiveReceivingEnd,
@@ -57,7 +58,8 @@ class DirectSender(LiveEnd):
         for number, (block, tensor) in enumerate(zip(manifest.blocks, tensors, strict=True)):
             for i, plan in enumerate(plans):
                 while (piece := following[i]) is not None and piece.block == number:
-                    for part in flat(tensor[within(piece, block)].contiguous()).split(MESSAGE):
+                    wanted = tensor if block.packed is not None else tensor[within(piece, block)].contiguous()
+                    for part in _messages(wanted):
                         link.send(part, i + 1, watch)
                     following[i] = next(plan, None)
 
@@ -71,6 +73,8 @@ class DirectReceiver(LiveReceivingEnd):
         """needs: the regions of tensors that this process takes, such as a tensor-parallel rank's; None: everything."""
         super().__init__()
         self._needs, self._told = needs, list[Link]()
+        if needs is not None:  # a change is that of a whole block, of which parts are held here
+            self.takes = UpdateSupport(several_parts=True)
 
     def _manifest(self, link: Link, watch: Watch, partial: bool) -> WeightManifest:
         if not any(each is link for each in self._told):
@@ -96,9 +100,13 @@ class DirectReceiver(LiveReceivingEnd):
         for piece in plan:
             block = _block_of(piece, manifest.blocks[piece.block])
             tensor = target(block, into)
-            for part in flat(tensor).split(MESSAGE):
+            for part in _messages(tensor):
                 link.receive(part, 0, watch)
             yield block, tensor
+
+
+def _messages(tensor: Tensor) -> tuple[Tensor, ...]:
+    return flat(tensor).split(MESSAGE) if tensor.numel() else ()
 
 
 def _block_of(piece: Piece, block: Block) -> Block:

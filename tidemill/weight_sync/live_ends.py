@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
-from tidemill.core.weight_update import Rendezvous, UpdateSupport, WeightPart, WeightUpdate
+from tidemill.core.weight_update import Rendezvous, WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Slice, Stream
-from tidemill.weight_sync.manifest import MAX_BYTES, Block, WeightManifest, expect_parts, expect_whole
+from tidemill.weight_sync.manifest import CARRIES, MAX_BYTES, Block, WeightManifest, expect_parts, expect_whole
 from tidemill.weight_sync.process_groups import Link, Lobby, Watch, connected, store_at
 
 
@@ -38,17 +38,17 @@ class LiveEnd(ABC):
         self._offered: tuple[WeightManifest, Stream] | None = None
         self._link: tuple[str, Link] | None = None  # of the latest group, by its name
 
-    def offer(self, version: Version, forms: Iterable[Slice], stream: Stream) -> WeightUpdate:
+    def offer(self, version: Version, forms: Iterable[Slice], stream: Stream, base: Version | None = None) -> WeightUpdate:
         """See `LiveSender`."""
         blocks, end = list[Block](), 0
         for form in forms:
             blocks.append(Block.of(form, start=end))
             end += blocks[-1].length
-        manifest = WeightManifest(version, blocks)
+        manifest = WeightManifest(version, blocks, base)
         manifest.check(self._partial)
         self._lobby = self._lobby or Lobby()
         self._offered = manifest, stream
-        return WeightUpdate(version, (WeightPart(self.transport, self._lobby.location, end, live=True),))
+        return manifest.update(WeightPart(self.transport, self._lobby.location, *manifest.sizes, live=True))
 
     def send_offered(self, update: WeightUpdate, stop: Event) -> None:
         """See `LiveSender`."""
@@ -88,7 +88,7 @@ class LiveReceivingEnd(ABC):
     """A receiver: see `weight_slices.LiveReceiver`."""
 
     transport: str
-    takes = UpdateSupport(several_parts=True)
+    takes = CARRIES
 
     def __init__(self) -> None:
         self._group = ""
@@ -146,12 +146,12 @@ class LiveReceivingEnd(ABC):
 
 def target(block: Block, into: Mapping[str, Tensor]) -> Tensor:
     """The contiguous memory for a block: its place in the tensor to fill, where it fits, or a tensor of its own."""
-    dtype, whole = block.torch_dtype, into.get(block.name)
-    if whole is not None and tuple(whole.shape) == block.shape and whole.dtype == dtype:
+    (size, dtype), whole = block.form, into.get(block.name)
+    if block.packed is None and whole is not None and tuple(whole.shape) == block.shape and whole.dtype == dtype:
         place = whole[tuple(slice(at, at + n) for at, n in zip(block.offset, block.size, strict=True))]
         if place.is_contiguous():
             return place
-    return torch.empty(block.size, dtype=dtype)
+    return torch.empty(size, dtype=dtype)
 
 
 def flat(tensor: Tensor) -> Tensor:

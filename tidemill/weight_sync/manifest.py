@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
-from tidemill.core.weight_update import UpdateSupport, WeightUpdate
+from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Coverage, Slice
 
 FORMAT = "tidemill-weights-1"
@@ -41,7 +42,18 @@ DTYPES = {
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Dims = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=16)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-Outline = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, int, int]
+Outline = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]
+
+# The updates that a transport of this package carries.
+CARRIES = UpdateSupport(("full", "delta"), several_parts=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSlice(Slice):
+    """The change of a slice since the base of its update, in place of it: see `delta_coding`."""
+
+    size: tuple[int, ...] = ()  # of the slice; `tensor` holds the packed bytes
+    dtype: torch.dtype = torch.uint8  # of the slice
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,23 +67,37 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     total: int | None  # fingerprint of the whole tensor, computed by its owner
     part: _Count = 0  # number of the transport's file that holds it
     start: _Count = 0  # its first byte there; unused by safetensors files, which have an index of their own
+    packed: _Count | None = None  # bytes that travel in place of the block, if only its change does
 
     @classmethod
     def of(cls, item: Slice, part: int = 0, start: int = 0) -> Block:
         """The block that describes a slice. Raises ValueError when its dtype cannot be sent."""
-        dtype = str(item.tensor.dtype).removeprefix("torch.")
+        size, of, packed = tuple(item.tensor.shape), item.tensor.dtype, None
+        if isinstance(item, PackedSlice):
+            size, of, packed = item.size, item.dtype, item.tensor.numel()
+        dtype = str(of).removeprefix("torch.")
         if dtype not in DTYPES:
             raise ValueError(f"{item.name}: weights of dtype {dtype} cannot be sent; known: {', '.join(DTYPES)}")
-        return cls(item.name, item.shape, item.offset, tuple(item.tensor.shape), dtype, item.total, part, start)
+        return cls(item.name, item.shape, item.offset, size, dtype, item.total, part, start, packed)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
     @property
-    def length(self) -> int:
+    def unpacked(self) -> int:
         """The size of the block in bytes."""
         return prod(self.size) * self.torch_dtype.itemsize
+
+    @property
+    def length(self) -> int:
+        """The bytes that travel."""
+        return self.unpacked if self.packed is None else self.packed
+
+    @property
+    def form(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the tensor that travels."""
+        return (self.size, self.torch_dtype) if self.packed is None else ((self.packed,), torch.uint8)
 
     @property
     def key(self) -> str:
@@ -80,17 +106,23 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def outline(self) -> Outline:
-        """The fields of this block that are equal in every version (all but `total`)."""
-        return self.name, self.shape, self.offset, self.size, self.dtype, self.part, self.start
+        """The fields of this block that are equal in every version of a policy."""
+        return self.name, self.shape, self.offset, self.size, self.dtype
+
+    @property
+    def place(self) -> tuple[Outline, int, int, int | None]:
+        """All fields by which it is sent (all but `total`)."""
+        return self.outline, self.part, self.start, self.packed
 
     def slice(self, tensor: Tensor) -> Slice:
         """Wrap `tensor` as the slice of this block. Raises PolicyMismatch when shape or dtype differ."""
-        if tensor.shape != self.size or tensor.dtype != DTYPES[self.dtype]:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise PolicyMismatch(
-                f"{self.key}: the manifest says {self.dtype} {self.size}, found {dtype} {tuple(tensor.shape)}"
-            )
-        return Slice(self.name, self.shape, self.offset, tensor, self.total)
+        if (tuple(tensor.shape), tensor.dtype) != self.form:
+            size, expected = self.form
+            dtype, found = (str(each).removeprefix("torch.") for each in (expected, tensor.dtype))
+            raise PolicyMismatch(f"{self.key}: the manifest says {dtype} {size}, found {found} {tuple(tensor.shape)}")
+        if self.packed is None:
+            return Slice(self.name, self.shape, self.offset, tensor, self.total)
+        return PackedSlice(self.name, self.shape, self.offset, tensor, self.total, self.size, self.torch_dtype)
 
 
 class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,6 +130,7 @@ class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: Version  # with the fingerprint that the blocks together must have
     blocks: list[Block]
+    base: Version | None = None  # to which packed blocks apply, with its fingerprint
     format: str = FORMAT
 
     def encode(self) -> bytes:
@@ -123,11 +156,27 @@ class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise ValueError unless every tensor is tiled by its blocks, without overlap and, unless partial, without gap."""
         if self.format != FORMAT:
             raise ValueError(f"format {self.format[:40]!r}: expected {FORMAT!r}")
-        _check_layout(self.layout(), partial)
+        _check_layout(self.outlines(), partial)
+        for block in self.blocks:
+            if block.packed is not None and (self.base is None or block.packed >= max(1, block.unpacked)):
+                raise ValueError(f"{block.key}: a change of {block.packed} bytes, for a block of {block.unpacked}")
 
-    def layout(self) -> tuple[Outline, ...]:
+    def outlines(self) -> tuple[Outline, ...]:
         """The outlines of all blocks: equal in every version of a policy."""
         return tuple(block.outline for block in self.blocks)
+
+    def layout(self) -> tuple[Any, ...]:
+        """The places of all blocks: equal in every full version of a policy."""
+        return tuple(block.place for block in self.blocks)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(bytes that travel, bytes of all blocks)."""
+        return sum(block.length for block in self.blocks), sum(block.unpacked for block in self.blocks)
+
+    def update(self, part: WeightPart) -> WeightUpdate:
+        """The handle of this version, of which a transport wrote one part."""
+        return WeightUpdate(self.version, (part,), "full" if self.base is None else "delta", self.base)
 
 
 def expect_parts(update: WeightUpdate, transport: str, takes: UpdateSupport) -> None:
@@ -143,9 +192,12 @@ def expect_whole(manifests: Sequence[WeightManifest], update: WeightUpdate) -> N
     for manifest, part in zip(manifests, update.parts, strict=True):
         if manifest.version != announced or not announced.fingerprint:
             raise PolicyMismatch(f"{part.location} holds {manifest.version.exact}, announced was {announced.exact}")
+        if manifest.base != update.base:
+            given, expected = (each and each.exact for each in (manifest.base, update.base))
+            raise PolicyMismatch(f"{part.location} applies to the base {given}, announced was {expected}")
     if len(manifests) > 1:  # one alone was checked when it was decoded
         try:
-            _check_layout(tuple(outline for manifest in manifests for outline in manifest.layout()), partial=False)
+            _check_layout(tuple(outline for manifest in manifests for outline in manifest.outlines()), partial=False)
         except ValueError as error:
             raise PolicyMismatch(f"the {len(manifests)} parts of {announced} are not all weights once: {error}") from None
 
@@ -158,7 +210,7 @@ def _check_layout(layout: tuple[Outline, ...], partial: bool) -> None:
     if most > MAX_CUTS:
         raise ValueError(f"a tensor is cut into {most} blocks; at most {MAX_CUTS} are allowed")
     coverage = Coverage()
-    for name, shape, offset, size, dtype, _, _ in layout:
+    for name, shape, offset, size, dtype in layout:
         if dtype not in DTYPES:
             raise ValueError(f"{name}: unknown dtype {dtype[:40]!r}")
         if max(prod(size), prod(shape)) > MAX_ELEMENTS:

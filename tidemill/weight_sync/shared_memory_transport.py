@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,15 +30,16 @@ from torch import Tensor
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.memory import anonymous_memory
 from tidemill.core.types import Version
-from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
+from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.models.host_memory import Pinned
 from tidemill.models.weight_slices import Slice
-from tidemill.weight_sync.manifest import DTYPES, MAX_BYTES, Block, Outline, WeightManifest, expect_parts, expect_whole
+from tidemill.weight_sync.manifest import CARRIES, MAX_BYTES, Block, WeightManifest, expect_parts, expect_whole
 
 _HEADER = struct.Struct("<8s16sQQ32s")  # magic, nonce of the send, start and length of the manifest, its BLAKE2b
 _MAGIC = b"TIDEMILL"
 _FIRST = 4096  # where the blocks begin
 _ALIGN = 64
+_VIEWS = 1 << 14  # most views that a slot holds
 _FILE = "tidemill-{}.slot"
 
 with warnings.catch_warnings():  # torch warns once per process that a buffer is read-only; here the mapping protects it
@@ -54,7 +55,7 @@ class SharedMemorySender:
         self._slots = [_Slot(folder, anonymous), _Slot(folder, anonymous)]
         self._next, self._partial = 0, partial
 
-    def send(self, version: Version, slices: Iterable[Slice]) -> WeightUpdate:
+    def send(self, version: Version, slices: Iterable[Slice], base: Version | None = None) -> WeightUpdate:
         """Write a version and make it visible, or raise ValueError when slices do not fill their tensors."""
         assert self._slots, "send() after close()"
         slot = self._slots[self._next]
@@ -65,12 +66,11 @@ class SharedMemorySender:
             slot.put(end, item.tensor.detach().contiguous())
             blocks.append(block)
             end = -(-(end + item.tensor.nbytes) // _ALIGN) * _ALIGN
-        manifest = WeightManifest(version, blocks)
+        manifest = WeightManifest(version, blocks, base)
         manifest.check(self._partial)
         slot.commit(manifest.encode(), end)
         self._next = 1 - self._next  # only now: after a failure the other slot still holds the last good version
-        part = WeightPart("shared_memory", slot.location, sum(b.length for b in blocks))
-        return WeightUpdate(version, (part,))
+        return manifest.update(WeightPart("shared_memory", slot.location, *manifest.sizes))
 
     def close(self) -> None:
         for slot in self._slots:
@@ -81,7 +81,7 @@ class SharedMemorySender:
 class SharedMemoryReceiver:
     """Reads versions in place, from the slots of SharedMemorySenders on this machine: one for each part."""
 
-    takes = UpdateSupport(several_parts=True)
+    takes = CARRIES
 
     def __init__(self) -> None:
         self._mappings: dict[tuple[int, int], _Mapping] = {}  # by device and inode; mapping anew costs page faults
@@ -127,7 +127,7 @@ class _Mapping:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
-        self._layout: tuple[Outline, ...] = ()
+        self._layout: tuple[Any, ...] = ()
         self._views: list[Tensor] = []
 
     def views(self, manifest: WeightManifest, location: str) -> list[Tensor]:
@@ -154,10 +154,12 @@ class _Slot:
         self.fd, self.location = made or _named(folder)
         self._named = made is None
         self._map: mmap.mmap | None = None
-        self._blocks: dict[int, Tensor] = {}  # views of the map by their first byte, made once for all versions
+        self._blocks: dict[int, Tensor] = {}  # views of the map by their first byte, made once for all full versions
         self._pinned: Pinned | None = None
 
     def wipe(self) -> None:
+        if len(self._blocks) > _VIEWS:  # changes lie elsewhere in each version
+            self._blocks.clear()
         os.pwrite(self.fd, bytes(_HEADER.size), 0)
 
     def put(self, start: int, tensor: Tensor) -> None:
@@ -255,10 +257,10 @@ def _read_manifest(fd: int, location: str, header: _Header, partial: bool) -> We
 
 
 def _view(mapping: mmap.mmap, block: Block, location: str) -> Tensor:
-    dtype = DTYPES[block.dtype]
+    size, dtype = block.form
     if block.length == 0:
-        return torch.empty(block.size, dtype=dtype)
+        return torch.empty(size, dtype=dtype)
     if block.start % _ALIGN or block.start + block.length > len(mapping):
         raise PolicyMismatch(f"{location}: {block.key} lies outside of it")
     count = block.length // dtype.itemsize
-    return torch.frombuffer(mapping, dtype=dtype, offset=block.start, count=count).view(block.size)
+    return torch.frombuffer(mapping, dtype=dtype, offset=block.start, count=count).view(size)

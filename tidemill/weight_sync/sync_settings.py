@@ -38,9 +38,14 @@ class BaseSyncSettings(KindSettings, registry=TRANSPORTS):
         return False
 
     @property
+    def every_full(self) -> int:
+        """Versions from one full version to the next. 1: every one is full."""
+        return 1
+
+    @property
     def reread(self) -> bool:
         """True if an engine can read the weights of the version in force again."""
-        return not self.live
+        return not self.live and self.every_full == 1
 
     @classmethod
     def _chosen(cls, given: Any) -> Any:
@@ -61,6 +66,16 @@ class SyncSettings(BaseSyncSettings):
         "collective: broadcasts from the trainer's ranks, while engines receive; direct: messages from rank to engine",
     )
     keep: int = Field(default=2, ge=2, description="Versions that the transport `checkpoint` keeps on disk")
+
+    full_every: int = Field(
+        default=1,
+        ge=1,
+        description="Versions from one full version to the next; those between send only what changed. 1: all are full",
+    )
+
+    @property
+    def every_full(self) -> int:
+        return self.full_every
 
     @property
     def same_host(self) -> bool:

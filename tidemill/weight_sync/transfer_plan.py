@@ -33,6 +33,9 @@ def pieces_for(blocks: Sequence[Block], needs: Needs | None) -> list[Piece]:
         for region in regions:
             piece = _common(number, block, region)
             if piece is not None and 0 not in piece.size:
+                if block.packed is not None:  # a change travels whole, once
+                    found.append(Piece(number, block.offset, block.size))
+                    break
                 found.append(piece)
     return found
 

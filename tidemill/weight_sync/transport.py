@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidemill.models.weight_slices import LiveSender, Receiver, Sender
+from tidemill.models.weight_slices import LiveReceiver, LiveSender, Receiver, Sender
 from tidemill.weight_sync.checkpoint_transport import CheckpointReceiver, CheckpointSender
 from tidemill.weight_sync.collective_transport import CollectiveReceiver, CollectiveSender
+from tidemill.weight_sync.delta_receiver import DeltaReceiver, LiveDeltaReceiver
+from tidemill.weight_sync.delta_sender import DeltaSender, LiveDeltaSender
 from tidemill.weight_sync.direct_transport import DirectReceiver, DirectSender
 from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
 from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings
@@ -56,9 +58,16 @@ def make_sender(settings: BaseSyncSettings, folder: Path, partial: bool = False)
 
     folder: where the transport may keep files. partial: it sends one part of each version, and others the rest.
     """
-    return TRANSPORTS.builder_of(settings.kind_name)().sender(settings, folder, partial)
+    sender: Any = TRANSPORTS.builder_of(settings.kind_name)().sender(settings, folder, partial)
+    if settings.every_full == 1:
+        return sender
+    filtered: Any = LiveDeltaSender if isinstance(sender, LiveSender) else DeltaSender
+    return filtered(sender, settings.every_full)
 
 
 def make_receiver(transport: str) -> Receiver:
     """An engine's end of a transport. Raises ConfigError when there is no such transport."""
-    return TRANSPORTS.builder_of(transport)().receiver()
+    receiver = TRANSPORTS.builder_of(transport)().receiver()
+    if "delta" not in receiver.takes.kinds:
+        return receiver
+    return LiveDeltaReceiver(receiver) if isinstance(receiver, LiveReceiver) else DeltaReceiver(receiver)

@@ -11,7 +11,7 @@ import threading
 
 from torch import Tensor
 
-from tidemill.core.errors import TransferFailed
+from tidemill.core.errors import BaseMissing, TransferFailed
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.fingerprint import Fingerprint
 from tidemill.models.weight_slices import Receiver, Slice, whole_tensors
@@ -25,6 +25,7 @@ class ReceivedUpdate:
         self.update = update
         self.error = ""  # why it is refused
         self.lost = False  # it did not arrive, so it may be sent again
+        self.no_base = False  # it is a change of weights that are not those received last
         self.tensors: dict[str, Tensor] = {}  # whole, by Hugging Face name
         self.sums: dict[str, int] = {}  # of each tensor, see `Fingerprint.sums`
         self._receiver = receiver
@@ -51,4 +52,4 @@ class ReceivedUpdate:
             self.tensors, self.sums = tensors, total.sums()
         except Exception as error:  # any error is the refusal of this update: the served weights are untouched
             self.error = f"{self.update.version}: {type(error).__name__}: {error}"
-            self.lost = isinstance(error, TransferFailed)
+            self.lost, self.no_base = isinstance(error, TransferFailed), isinstance(error, BaseMissing)

@@ -71,7 +71,7 @@ class TidemillBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not staged.done:
             return {"state": "receiving"}
         if staged.error:
-            return {"state": "refused", "error": staged.error, "lost": staged.lost}
+            return {"state": "refused", "error": staged.error, "lost": staged.lost, "no_base": staged.no_base}
         return {"state": "staged", "sums": {name: str(total) for name, total in staged.sums.items()}}
 
     def drop(self) -> None:

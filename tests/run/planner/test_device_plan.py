@@ -339,6 +339,13 @@ def test_a_trainer_on_devices_of_its_own_begins_early_and_on_a_shared_one_takes_
         assert plan_of(config, devices=planned(config)).takes_turns is turns
 
 
+@pytest.mark.parametrize(("key", "value"), [("transport", "direct"), ("full_every", 4)])
+def test_engines_that_wake_must_be_able_to_read_their_weights_again(key: str, value: str | int):
+    assert plan_of(recipe("placement.share=sleep")).takes_turns
+    with pytest.raises(ConfigError, match=f"placement.sync.{key} = {value!r} with trainer and engines that take turns"):
+        plan_of(recipe("placement.share=sleep", f"placement.sync.{key}={value}"))
+
+
 # -- memory, and what the commands say ---------------------------------------------------------------------------------
 
 

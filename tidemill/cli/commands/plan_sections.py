@@ -234,7 +234,8 @@ def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
 def _weights(sync: BaseSyncSettings) -> str:
     """The transport of new weights, in words."""
     near = "trainer and engines on one machine" if sync.same_host else "trainer and engines share a disk"
-    return f"{sync.kind_name}: {near}" + ("; sent while engines receive" if sync.live else "")
+    full = f"; what changed, and every {sync.every_full} versions all weights" if sync.every_full > 1 else ""
+    return f"{sync.kind_name}: {near}" + ("; sent while engines receive" if sync.live else "") + full
 
 
 def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Row]:

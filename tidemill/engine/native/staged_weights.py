@@ -34,7 +34,7 @@ from tidemill.models.kernels.cuda.transfers import Uploads
 from tidemill.models.piecewise import Work, at_once, by_rows
 from tidemill.models.served_linear import wide_product, widens
 from tidemill.models.served_weights import Contents, words_by_matrix, words_in_use
-from tidemill.models.weight_slices import LiveReceiver, Receiver, Slice
+from tidemill.models.weight_slices import LiveReceiver, ReadsBase, Receiver, Slice
 
 
 @dataclass(slots=True)
@@ -89,7 +89,10 @@ class Staging:
     def __init__(self, receiver: Receiver, serving: Weights, pack: bool, spare: bool = True) -> None:
         """spare: allocate the spare decoder now; otherwise the first stage does."""
         self._receiver, self._pack = receiver, pack
-        self.takes = UpdateSupport(several_parts=True).both(receiver.takes)
+        self.takes = UpdateSupport(("full", "delta"), several_parts=True).both(receiver.takes)
+        self._base: Weights | None = None  # what a change applies to, while it is received
+        if isinstance(receiver, ReadsBase):
+            receiver.served = self._served
         self._spare: Decoder | None = _spare_of(serving.decoder, pack) if spare else None
         weight, self._arch = serving.decoder.embed.weight, serving.decoder.arch
         self._device, self._dtype = weight.device, weight.dtype
@@ -97,14 +100,18 @@ class Staging:
         self._arrived: dict[str, int | None] | None = None  # sums by name, of a live update that is in the spare decoder
         self._proven: tuple[Version, dict[str, int]] | None = None  # version and words of the latest stage
 
-    def arrive(self, update: WeightUpdate, stop: threading.Event) -> None:
+    def _served(self) -> tuple[Version, dict[str, Tensor]] | None:
+        base = self._base
+        return None if base is None or not base.held else (base.version, dict(hf_views(base.decoder)))
+
+    def arrive(self, update: WeightUpdate, serving: Weights, stop: threading.Event) -> None:
         """Receive a live update, in a thread. `stage` then verifies it. Raises TransferFailed, and PolicyMismatch."""
         assert isinstance(self._receiver, LiveReceiver)
         self._arrived, totals = None, dict[str, int | None]()
         spare = self._spare_decoder()
         into = dict(hf_views(spare)) if self._uploads is None else {}
         with beside(self._device):
-            at_once(self._filling(update, self._receiver.receive_into(update, into, stop), totals))
+            at_once(self._filling(update, self._receiver.receive_into(update, into, stop), totals, serving))
         self._arrived = totals
 
     def stage(self, update: WeightUpdate, serving: Weights) -> Work[Weights]:
@@ -119,7 +126,7 @@ class Staging:
         totals, self._arrived = self._arrived if update.live else {}, None
         assert totals is not None, "a live update must arrive first"
         if not update.live:
-            yield from self._filling(update, self._receiver.receive(update), totals)
+            yield from self._filling(update, self._receiver.receive(update), totals, serving)
         held = yield from Contents.summing(spare, self._dtype)
         if held.fingerprint != version.fingerprint:
             raise PolicyMismatch(f"{version}: {_difference(held, version, totals, serving.version)}")
@@ -127,12 +134,17 @@ class Staging:
         self._proven = version, words_by_matrix(spare, held.words)
         return (yield from _serving(spare, version, self._pack))
 
-    def _filling(self, update: WeightUpdate, slices: Iterable[Slice], totals: dict[str, int | None]) -> Work[None]:
+    def _filling(
+        self, update: WeightUpdate, slices: Iterable[Slice], totals: dict[str, int | None], serving: Weights
+    ) -> Work[None]:
         """Copy what is received into the spare decoder, and note the sums that its owner says."""
+        self._base = serving
         try:
             yield from loading(self._spare_decoder(), _noting(slices, totals), self._uploads)
         except ValueError as error:
             raise PolicyMismatch(f"{update.version}: what was received is not this model's weights: {error}") from error
+        finally:
+            self._base = None
 
     def _spare_decoder(self) -> Decoder:
         if self._spare is None:

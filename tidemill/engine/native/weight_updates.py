@@ -95,7 +95,7 @@ class WeightUpdater:
             except PolicyMismatch as error:
                 fail(error)
                 raise
-            self._latest = None if update.live else update  # nobody sends it once more
+            self._latest = None if update.live or update.kind == "delta" else update  # those cannot be read once more
             return self.weights.version
 
     async def _arrive(self, update: WeightUpdate, staging: Staging) -> None:
@@ -105,7 +105,7 @@ class WeightUpdater:
         self._receives = self._receives or background("receiving")
         stop = self._give_up = threading.Event()
         with self._activity.beside("receive", step=update.version.step, bytes=update.bytes):
-            await in_thread(staging.arrive, update, stop, stop=stop, pool=self._receives)
+            await in_thread(staging.arrive, update, self.weights, stop, stop=stop, pool=self._receives)
 
     async def remember(self, fail: Callable[[Exception], None]) -> None:
         """Read the latest update again if `forget` freed its weights. Raises PolicyMismatch when there is none any more."""

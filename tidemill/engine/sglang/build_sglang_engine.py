@@ -22,7 +22,7 @@ from tidemill.models.architecture import Architecture
 from tidemill.models.weight_slices import Receiver
 from tidemill.runtime.cpu_sharing import Cores
 
-TAKES = UpdateSupport(several_parts=True)
+TAKES = UpdateSupport(("full", "delta"), several_parts=True)
 
 
 def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> SglangEngine:

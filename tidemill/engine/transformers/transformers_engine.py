@@ -77,7 +77,7 @@ class TransformersEngine:
         """Serve `model` as `version`. receiver: source of updates; None for an engine that is never updated."""
         self.name, self.settings = name, settings
         self._model, self._receiver, self._version = model, receiver, version
-        self._takes = UpdateSupport(several_parts=True).both(receiver.takes if receiver else UpdateSupport(()))
+        self._takes = UpdateSupport(("full", "delta"), True).both(receiver.takes if receiver else UpdateSupport(()))
         self._context = settings.context_of(model.positions or settings.context or CONTEXT)
         self._cores, self._activity, self._memory = cores or Cores(), Activity(), PeakMemory()
         self._rows = set[SampledRow]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tidemill.core.errors import PolicyMismatch, TransferFailed
+from tidemill.core.errors import BaseMissing, PolicyMismatch, TransferFailed
 from tidemill.core.types import InFlight
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.remote.server_updates import ServerUpdater, Updated
@@ -37,8 +37,9 @@ class VllmUpdater(ServerUpdater):
                 ranks = await self._routes.staged()
         if refused := [rank for rank in ranks if rank["state"] != "staged"]:
             await self._routes.drop()
-            lost = all(rank.get("lost") for rank in refused)
-            failure = TransferFailed if lost else PolicyMismatch
+            lost = all(rank.get("lost") or rank.get("no_base") for rank in refused)
+            no_base = lost and any(rank.get("no_base") for rank in refused)  # then other ranks may have waited in vain
+            failure = BaseMissing if no_base else TransferFailed if lost else PolicyMismatch
             raise failure(f"engine {self.name} {'lacks' if lost else 'refused'} {refused[0].get('error') or refused[0]}")
         return {name: int(total) for name, total in ranks[0]["sums"].items()}
 

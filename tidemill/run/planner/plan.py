@@ -11,6 +11,7 @@ from tidemill.core.hardware import usable_cores
 from tidemill.models.architecture import Architecture
 from tidemill.run.planner.device_plan import DevicePlan, as_configured, resolved
 from tidemill.run.recipe import RunConfig
+from tidemill.weight_sync.sync_settings import BaseSyncSettings
 
 RAMP_UPDATES = 20  # updates over which a warm-up's learning rate rises
 
@@ -39,6 +40,12 @@ class RunPlan:
     warm_up: bool = False  # of the warm-up: supervised, without reference and critic
 
 
+def _sent_once(sync: BaseSyncSettings) -> str:
+    """The key that keeps engines from reading the weights of a version again."""
+    key, value = ("transport", repr(sync.kind_name)) if sync.live else ("full_every", sync.every_full)
+    return f"placement.sync.{key} = {value}"
+
+
 def plan_of(config: RunConfig, policy: Architecture | None = None, devices: DevicePlan | None = None) -> RunPlan:
     """The plan of a recipe's run. policy: the model's architecture, if it is known. devices: None: nothing is placed."""
     devices = devices or as_configured(config)
@@ -52,9 +59,8 @@ def plan_of(config: RunConfig, policy: Architecture | None = None, devices: Devi
     takes_turns = placement.share == "sleep" or (placement.share == "auto" and devices.shared)
     if takes_turns and not placement.sync.reread:
         raise ConfigError(
-            f"placement.sync.transport = {placement.sync.kind_name!r} with trainer and engines that take turns on a device "
-            "(placement.share): engines that wake read their weights again, and these are sent once; leave it out "
-            "(shared_memory), or set placement.share = 'beside'"
+            f"{_sent_once(placement.sync)} with trainer and engines that take turns on a device (placement.share): engines "
+            "that wake read their weights again, and these are sent once; leave it out, or set placement.share = 'beside'"
         )
     asked, has = config.engine.context or 0, 0 if policy is None else policy.context
     cut = f"engine.context = {asked:,}, but the model has {has:,} positions (max_position_embeddings): {has:,} are used"

@@ -81,10 +81,13 @@ def _sent(config: RunConfig, arch: Architecture, trained: int) -> list[Held]:
         lever = "trainer.reduce = 'float32'"
         held.append(Held("errors of sums over replicas", trained, lever))
         held.append(Held("copy of these errors for a checkpoint", trained, lever, host=True))
+    size = parameters(arch) * ITEM[settings.serving_dtype]
     if config.placement.sync.kind_name == "shared_memory":
-        size = 2 * parameters(arch) * ITEM[settings.serving_dtype]
         lever = "trainer.serving_dtype = 'bfloat16'" if settings.serving_dtype == "float32" else ""
-        held.append(Held("two versions on their way to engines", size, lever, host=True, divided=True))
+        held.append(Held("two versions on their way to engines", 2 * size, lever, host=True, divided=True))
+    if config.placement.sync.every_full > 1:
+        lever = "placement.sync.full_every = 1"
+        held.append(Held("copy of the version that was sent last", size, lever, host=True, divided=True))
     return held
 
 
