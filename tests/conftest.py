@@ -14,7 +14,7 @@ import torch
 torch.set_num_threads(1)
 
 
-LONG = {"test_mutations.py"}  # files whose tests take minutes together: one process has them all, so they come first
+LONG = {"test_mutated_runs.py"}  # files whose tests take minutes together: one process has them all, so they come first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

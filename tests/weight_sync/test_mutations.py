@@ -1,80 +1,42 @@
-"""Weight sync broken on purpose, in whole runs: each mutation is found before the next gradient step (I1).
+"""Weight sync broken on purpose: each mutation ends the publication, so that no gradient step follows it (I1).
 
-The runs are real and inline: controller, trainer, engine, transport and ledger. Each mutation sets in with version `SICK`,
-at the place where a bug of its kind would stand; the steps that were taken by then are the only ones the run ever takes.
+Trainer, engine, pool and transport are real. Each mutation sets in with version `SICK`, at the place where a bug of its kind
+would stand; the steps that were taken by then are the only ones ever taken. `test_mutated_runs.py` has whole runs.
 """
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import msgspec
 import pytest
 import torch
 from live_cases import form
+from mutation_cases import SICK, TRANSPORTS, Steps, assert_nothing_after
 
 from tidemill.core import fault_injection
-from tidemill.core.config import build
 from tidemill.core.errors import PolicyMismatch
-from tidemill.core.interfaces import Chat
-from tidemill.core.types import GenerateRequest, Outcome, Score, Task, Trajectory, Version
+from tidemill.core.types import Version
 from tidemill.core.weight_update import WeightPart, WeightUpdate
-from tidemill.engine.native import native_engine
 from tidemill.engine.native import staged_weights as staging
-from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.native.staged_weights import Staging, Weights
 from tidemill.engine.native.weight_updates import WeightUpdater
-from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.hf_weights import hf_views
-from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.piecewise import Work, at_once
 from tidemill.models.weight_slices import Slice, Stream
-from tidemill.observability.console import ProgressDisplay
-from tidemill.run.recipe import RunConfig
-from tidemill.run.session import run
 from tidemill.trainer import native_trainer
-from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.weight_sync import checkpoint_transport, manifest, shared_memory_transport
 from tidemill.weight_sync.checkpoint_transport import CheckpointSender
 from tidemill.weight_sync.live_ends import LiveEnd
 from tidemill.weight_sync.manifest import WeightManifest
 from tidemill.weight_sync.shared_memory_transport import SharedMemorySender
 
-SICK, STEPS = 2, 3
-TRANSPORTS = ("shared_memory", "checkpoint", "collective", "direct")
 STORED = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}
 Q, Q1, OUT = (f"model.layers.{i}.self_attn.{name}_proj.weight" for i, name in ((0, "q"), (1, "q"), (1, "o")))
-
-
-class Checksum:
-    """A reward by every character, so that siblings differ and every step has a gradient."""
-
-    name = "checksum"
-
-    def tasks(self, split: str) -> list[Task]:
-        return [Task(f"{split}-{i}", f"{split} {i}") for i in range(8)]
-
-    async def run(self, task: Task, chat: Chat) -> Score:
-        return Score(crc32((await chat.reply(task.prompt)).encode()) % 1000 / 1000)
-
-    async def judge(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
-        return []
-
-    async def close(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "m"
-    fresh_model(folder, alphabet="abcdefghij0123456789 -=", context=48, **SIZES["0.1m"])
-    return folder
 
 
 def across(names: Iterable[str], others: Sequence[str] = TRANSPORTS) -> list[Any]:
@@ -86,65 +48,9 @@ def across(names: Iterable[str], others: Sequence[str] = TRANSPORTS) -> list[Any
     ]
 
 
-@dataclass
-class Run:
-    """A tiny run; what a mutation does depends on the version that is being published."""
-
-    model: Path
-    folder: Path
-    monkeypatch: pytest.MonkeyPatch
-    publishing: int = -1
-    applied: int = 0
-    after: list[str] = field(default_factory=list)
-
-    @property
-    def sick(self) -> bool:
-        return self.publishing >= SICK
-
-    def until(self, transport: str, **settings: Any) -> int:
-        """Train to the end; the steps done."""
-        self._watch()
-        tree = {
-            "run_dir": str(self.folder / "run"),
-            "model": str(self.model),
-            "env": {"kind": "python", "path": "checksum:Checksum"},
-            "steps": STEPS,
-            "max_lag": 1,
-            "placement": {"kind": "inline", "sync": {"transport": transport}},
-            "rollout": {"groups": 2, "group_size": 2, "max_tokens": 3},
-            "eval": {"every": 0, "tasks": 1, "final_tasks": 1},
-            "trainer": {"lr": 1e-2},
-            "record": {"checkpoint_every": 0, "trace": False},
-        }
-        config = build(RunConfig, {**tree, **settings})
-        return asyncio.run(run(config, ProgressDisplay(STEPS, mode="quiet"), make=lambda *_: Checksum())).steps
-
-    def _watch(self) -> None:
-        publish, apply = NativeTrainer.publish, NativeTrainer.apply
-
-        async def watched_publish(trainer: NativeTrainer, version: Version) -> WeightUpdate:
-            self.publishing = version.step
-            return await publish(trainer, version)
-
-        async def watched_apply(trainer: NativeTrainer, scale: float) -> Any:
-            self.applied += 1
-            return await apply(trainer, scale)
-
-        self.monkeypatch.setattr(NativeTrainer, "publish", watched_publish)
-        self.monkeypatch.setattr(NativeTrainer, "apply", watched_apply)
-
-    def ended_steps(self) -> int:
-        with SqliteLedger(self.folder / "run", mode="read") as ledger:
-            return sum(step.ended_at is not None for step in ledger.steps())
-
-    def versions(self) -> list[int]:
-        with SqliteLedger(self.folder / "run", mode="read") as ledger:
-            return [version.step for version in ledger.versions()]
-
-
 @pytest.fixture
-def tiny(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    return Run(model, tmp_path, monkeypatch)
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(tmp_path, monkeypatch)
 
 
 # --- what the trainer streams --------------------------------------------------------------------------------------------
@@ -182,7 +88,7 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize(("name", "transport"), across(CHANGES))
-def test_a_trainer_that_streams_something_else(tiny: Run, name: str, transport: str) -> None:
+def test_a_trainer_that_streams_something_else(tiny: Steps, name: str, transport: str) -> None:
     stream, kept = native_trainer.serving_slices, list[Slice]()
 
     def mutated(*given: Any) -> Iterator[Slice]:
@@ -201,16 +107,10 @@ def test_a_trainer_that_streams_something_else(tiny: Run, name: str, transport: 
     assert_nothing_after(tiny)
 
 
-def assert_nothing_after(tiny: Run) -> None:
-    assert tiny.publishing == SICK, "the mutation was never reached"
-    assert tiny.applied == tiny.ended_steps() == SICK, "a gradient step was taken after the mutation"
-    assert tiny.versions() == list(range(SICK)), "a version that was mutated is recorded as served"
-
-
 # --- what the transport does with it ---------------------------------------------------------------------------------------
 
 
-def sent_otherwise(tiny: Run, transport: str, change: Change) -> None:
+def sent_otherwise(tiny: Steps, transport: str, change: Change) -> None:
     """The sender takes the trainer's stream, checked as it is, and writes something else."""
     kept = list[Slice]()
 
@@ -223,7 +123,7 @@ def sent_otherwise(tiny: Run, transport: str, change: Change) -> None:
     through(tiny, transport, altered)
 
 
-def through(tiny: Run, transport: str, altered: Callable[[Iterable[Slice]], list[Slice]]) -> None:
+def through(tiny: Steps, transport: str, altered: Callable[[Iterable[Slice]], list[Slice]]) -> None:
     """Have a transport send what `altered` makes of the trainer's stream."""
     if transport in STORED:
         kind = STORED[transport]
@@ -244,7 +144,7 @@ def through(tiny: Run, transport: str, altered: Callable[[Iterable[Slice]], list
 
 
 @pytest.mark.parametrize(("name", "transport"), across(name for name in CHANGES if name != "one tensor twice"))
-def test_a_transport_that_writes_something_else(tiny: Run, name: str, transport: str) -> None:
+def test_a_transport_that_writes_something_else(tiny: Steps, name: str, transport: str) -> None:
     sent_otherwise(tiny, transport, CHANGES[name])
     with pytest.raises(PolicyMismatch, match=r"fingerprint|missing") as raised:
         tiny.until(transport)
@@ -256,7 +156,7 @@ def test_a_transport_that_writes_something_else(tiny: Run, name: str, transport:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_weights_that_are_served_already_are_said_to_be_those(tiny: Run, transport: str) -> None:
+def test_the_weights_that_are_served_already_are_said_to_be_those(tiny: Steps, transport: str) -> None:
     """Served weights unchanged while the trainer's changed."""
     before: list[list[Slice]] = []
 
@@ -276,7 +176,7 @@ def test_the_weights_that_are_served_already_are_said_to_be_those(tiny: Run, tra
     assert_nothing_after(tiny)
 
 
-def put_nothing(tiny: Run) -> None:
+def put_nothing(tiny: Steps) -> None:
     """Half of the blocks are never written: the slot keeps those of the version before the last."""
     put, count = shared_memory_transport._Slot.put, iter(range(10**6))
 
@@ -287,7 +187,7 @@ def put_nothing(tiny: Run) -> None:
     tiny.monkeypatch.setattr(shared_memory_transport._Slot, "put", half)
 
 
-def write_old_files(tiny: Run) -> None:
+def write_old_files(tiny: Steps) -> None:
     save = checkpoint_transport.save_file
     old: dict[str, torch.Tensor] = {}
 
@@ -299,7 +199,7 @@ def write_old_files(tiny: Run) -> None:
 
 
 @pytest.mark.parametrize(("transport", "mutate"), [("shared_memory", put_nothing), ("checkpoint", write_old_files)])
-def test_bytes_that_are_not_those_of_the_manifest(tiny: Run, transport: str, mutate: Callable[[Run], None]) -> None:
+def test_bytes_that_are_not_those_of_the_manifest(tiny: Steps, transport: str, mutate: Callable[[Steps], None]) -> None:
     mutate(tiny)
     with pytest.raises(PolicyMismatch, match="the first tensor that differs is"):
         tiny.until(transport)
@@ -321,7 +221,7 @@ def with_block(m: WeightManifest, **fields: Any) -> WeightManifest:
 
 
 @pytest.mark.parametrize(("name", "transport"), across(MANIFESTS))
-def test_a_wrong_manifest(tiny: Run, name: str, transport: str) -> None:
+def test_a_wrong_manifest(tiny: Steps, name: str, transport: str) -> None:
     encode = manifest.WeightManifest.encode
     mutated = lambda self: encode(MANIFESTS[name](self) if tiny.sick else self)  # noqa: E731
     tiny.monkeypatch.setattr(manifest.WeightManifest, "encode", mutated)
@@ -331,7 +231,7 @@ def test_a_wrong_manifest(tiny: Run, name: str, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", STORED)
-def test_the_place_of_an_old_version_is_announced(tiny: Run, transport: str) -> None:
+def test_the_place_of_an_old_version_is_announced(tiny: Steps, transport: str) -> None:
     kind = STORED[transport]
     send, places = kind.send, list[tuple[WeightPart, ...]]()
 
@@ -346,7 +246,7 @@ def test_the_place_of_an_old_version_is_announced(tiny: Run, transport: str) -> 
     assert_nothing_after(tiny)
 
 
-def test_a_transport_that_announces_another_version(tiny: Run) -> None:
+def test_a_transport_that_announces_another_version(tiny: Steps) -> None:
     send = SharedMemorySender.send
 
     def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> WeightUpdate:
@@ -371,7 +271,7 @@ LOADS: dict[str, Callable[[list[Slice], dict[str, torch.Tensor]], list[Slice]]] 
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_an_engine_that_stages_something_else(tiny: Run, name: str) -> None:
+def test_an_engine_that_stages_something_else(tiny: Steps, name: str) -> None:
     """It copies what it received wrongly, and does not notice: a copy without the checks of `loading`."""
     load = staging.loading
 
@@ -405,7 +305,7 @@ COMMITS: dict[str, tuple[Callable[[Weights, Weights], Weights], str]] = {
 
 
 @pytest.mark.parametrize(("name", "in_flight"), across(COMMITS, ("keep", "finish", "recompute")))
-def test_an_engine_that_commits_something_else(tiny: Run, name: str, in_flight: str) -> None:
+def test_an_engine_that_commits_something_else(tiny: Steps, name: str, in_flight: str) -> None:
     swap, (commit, message) = WeightUpdater._swap, COMMITS[name]
 
     def mutated(updates: WeightUpdater, staged: Weights) -> None:
@@ -417,7 +317,7 @@ def test_an_engine_that_commits_something_else(tiny: Run, name: str, in_flight: 
     assert_nothing_after(tiny)
 
 
-def test_an_engine_whose_weights_change_between_staging_and_commit(tiny: Run) -> None:
+def test_an_engine_whose_weights_change_between_staging_and_commit(tiny: Steps) -> None:
     stage = Staging.stage
 
     def mutated(self: Staging, published: WeightUpdate, serving: Weights) -> Work[Weights]:
@@ -434,64 +334,11 @@ def test_an_engine_whose_weights_change_between_staging_and_commit(tiny: Run) ->
     assert_nothing_after(tiny)
 
 
-# --- what no fingerprint sees: the right weights, and something else made of them ----------------------------------------
-
-
-def assert_refused_before_the_next_step(tiny: Run) -> None:
-    assert tiny.applied == tiny.ended_steps() == SICK and tiny.versions() == list(range(SICK + 1))
-
-
-def test_an_engine_that_computes_with_old_weights(tiny: Run) -> None:
-    compute, old = native_engine.run, list[Weights]()
-
-    def mutated(weights: Weights, *given: Any) -> Any:
-        if weights.version.step == 0 and not old:
-            old.append(staging.serve(copy.deepcopy(weights.decoder), weights.version, pack=True))
-        return compute(old[0] if weights.version.step >= SICK else weights, *given)
-
-    tiny.monkeypatch.setattr(native_engine, "run", mutated)
-    with pytest.raises(PolicyMismatch, match=r"policy@v2: .* hold the same weights and disagree .*stale weights"):
-        tiny.until("shared_memory", max_lag=0)
-    assert_refused_before_the_next_step(tiny)
-
-
-@pytest.mark.parametrize("probe_only", [False, True])
-def test_an_engine_that_records_other_logprobs(tiny: Run, probe_only: bool) -> None:
-    generate, score = NativeEngine.generate, NativeEngine.score
-
-    async def mutated(engine: NativeEngine, request: GenerateRequest) -> Any:
-        completion = await generate(engine, replace(request, extras=("model_logprobs",)))
-        if tiny.sick:
-            completion.logprobs = completion.extras["model_logprobs"]
-        return completion
-
-    async def scored(engine: NativeEngine, tokens: Any, policy: str, temperature: float, top_k: int) -> Any:
-        return await score(engine, tokens, policy, 1.0 if tiny.sick else temperature, top_k)
-
-    name, patched = ("score", scored) if probe_only else ("generate", mutated)
-    tiny.monkeypatch.setattr(NativeEngine, name, patched)
-    rollout = {"groups": 2, "group_size": 2, "max_tokens": 3, "temperature": 0.7}
-    expected = "rows they were asked to score" if probe_only else r"temperature \(the engines sampled at temperature 1.0\)"
-    with pytest.raises(PolicyMismatch, match=expected):
-        tiny.until("shared_memory", max_lag=0, rollout=rollout, record={"probe_every": 1, "trace": False})
-    assert_refused_before_the_next_step(tiny)
-
-
-def test_weights_that_stay_the_same_are_explained_once(tiny: Run) -> None:
-    """The schedule ends at a learning rate of 0: the last version holds the weights of the one before."""
-    assert tiny.until("shared_memory", trainer={"lr": 1e-2, "schedule": "linear"}) == STEPS
-    with SqliteLedger(tiny.folder / "run", mode="read") as ledger:
-        events = [event.detail for event in ledger.events("weights_unchanged")]
-        *_, before, last = ledger.versions()
-    assert events == [{"version": f"policy@v{STEPS}", "why": "the learning rate is 0"}]
-    assert before.fingerprint == last.fingerprint
-
-
 # --- interrupted ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("fault", "transport"), across(("trainer:stream:2:raise", "trainer:stream:2:disk-full")))
-def test_a_sender_that_ends_half_way(tiny: Run, fault: str, transport: str) -> None:
+def test_a_sender_that_ends_half_way(tiny: Steps, fault: str, transport: str) -> None:
     log = tiny.folder / "faults.log"
     armed = fault_injection.Faults([fault_injection.Fault.parse(fault)], log, os.getpid())
     tiny.monkeypatch.setattr(fault_injection, "_armed", armed)
@@ -499,9 +346,3 @@ def test_a_sender_that_ends_half_way(tiny: Run, fault: str, transport: str) -> N
         tiny.until(transport)
     assert log.read_text().split() == [fault]
     assert_nothing_after(tiny)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_without_a_mutation_the_same_run_completes(tiny: Run, transport: str) -> None:
-    assert tiny.until(transport) == STEPS
-    assert tiny.applied == tiny.ended_steps() == STEPS and tiny.versions() == list(range(STEPS + 1))
