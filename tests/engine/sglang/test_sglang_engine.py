@@ -194,6 +194,18 @@ async def test_a_dead_server_ends_its_engine_and_says_so(models: list[Reference]
             await engine.score(PROMPT, "policy", 1.0, 0)
 
 
+async def test_time_counts_as_progress_while_a_server_starts_and_work_afterwards(models: list[Reference]) -> None:
+    async with served(models[0]) as (engine, _):
+        before = engine.progress()
+        await asyncio.sleep(0)
+        assert engine.progress() > before > 0, "it must not be taken for stuck"
+        await engine.capabilities()
+        idle = engine.progress()
+        assert engine.progress() == idle
+        await engine.generate(GenerateRequest(PROMPT, FREE))
+        assert engine.progress() >= idle + 20
+
+
 async def test_a_server_that_schedules_ahead_is_refused(models: list[Reference]) -> None:
     async with running(models[0].folder, overlap=True) as (url, _):
         engine = engine_at(url, models[0].folder)

@@ -107,6 +107,10 @@ class RemoteEngine:
         return EngineStats(0, running, self._version, 0.0, sampled, 0, counts["prompt_tokens"], counts["cached_tokens"])
 
     def progress(self) -> float:
+        """The work done so far. While the server starts, which has a limit of its own, the time passes for it."""
+        return self._work() if self._ready.done() else time.monotonic()
+
+    def _work(self) -> float:
         """Calls and tokens so far."""
         return sum(self._counts.values()) + sum(len(call.tokens) for call in self._calls)
 

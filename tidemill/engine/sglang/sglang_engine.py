@@ -71,9 +71,9 @@ class SglangEngine(UpdatedEngine):
     async def stats(self) -> EngineStats:
         return replace(await super().stats(), kv_used=min(1.0, self._load.get("token_usage", 0.0)))
 
-    def progress(self) -> float:
+    def _work(self) -> float:
         """Tokens that the server has read and sampled, and calls."""
-        return super().progress() + self._load.get("total_prefill_uncached_tokens", 0)
+        return super()._work() + self._load.get("total_prefill_uncached_tokens", 0)
 
     async def close(self) -> None:
         await super().close()

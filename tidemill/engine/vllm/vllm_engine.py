@@ -81,7 +81,7 @@ class VllmEngine(UpdatedEngine):
             preemptions=int(server["num_preemptions_total"] - before["num_preemptions_total"]),
         )
 
-    def progress(self) -> float:
+    def _work(self) -> float:
         """Tokens that the server has read and sampled, and completions."""
         return self._server["generation_tokens_total"] + self._server["prompt_tokens_total"] + self._counts["calls"]
 
