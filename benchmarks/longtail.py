@@ -101,6 +101,9 @@ def speculation(dtype: str, args: argparse.Namespace, about: dict[str, Any]) -> 
             row["whole: without / with"] = ratio([a["seconds"] for a in plain], [b["seconds"] for b in found])
             row["tail tok/s"] = statistics.median(each["tail_tokens"] / each["tail_seconds"] for each in found)
             row["tail: without / with"] = ratio([a["tail_seconds"] for a in plain], [b["tail_seconds"] for b in found])
+            for part in ("", "tail_"):  # beside other work, a processor's time says more than the clock
+                times = [[each[f"{part}cpu_seconds"] for each in of] for of in (plain, found)]
+                row[f"{part}CPU: without / with"] = ratio(*times)
             row["accepted a step"] = statistics.median(each["accepted_tokens"] / each["steps"] for each in found)
             drafted = sum(each["drafted_tokens"] for each in found)
             row["accepted share"] = sum(each["accepted_tokens"] for each in found) / max(drafted, 1)

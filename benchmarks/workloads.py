@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +49,7 @@ def write_habitual_model(folder: Path, size: str, dtype: torch.dtype, strength: 
 
     strength: about how much more likely, in 16ths of a nat, the next token of a loop is than any other one.
     """
-    shape = replace(architecture(SIZES[size], vocab=VOCAB[size], context=context, ends=NO_ENDS), tied=False)
+    shape = architecture(SIZES[size], vocab=VOCAB[size], context=context, ends=NO_ENDS | {"tie_word_embeddings": False})
     model, generator = Decoder(shape), torch.Generator().manual_seed(0)
     model.initialise(generator)
     before = torch.arange(shape.vocab)

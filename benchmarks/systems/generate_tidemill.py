@@ -49,7 +49,7 @@ def answer(prompts: list[list[int]], samples: int, tokens: int | list[int], seed
 
     params = SamplingParams(ignore_eos=True)
 
-    tail = {"begin": 0.0, "tokens": 0}  # since when few are left, and what had been sampled by then
+    tail = {"begin": 0.0, "cpu": 0.0, "tokens": 0}  # since when few are left, and what had been sampled by then
     left = len(texts)
 
     async def one(text: np.ndarray, how: SamplingParams, key: str) -> Completion:
@@ -57,7 +57,7 @@ def answer(prompts: list[list[int]], samples: int, tokens: int | list[int], seed
         reply = await engine.generate(GenerateRequest(text, how, key=key))
         left -= 1
         if left == TAIL:
-            tail.update(begin=time.perf_counter(), tokens=(await engine.stats()).generated)
+            tail.update(begin=time.perf_counter(), cpu=time.process_time(), tokens=(await engine.stats()).generated)
         return reply
 
     async def run() -> list[list[int]]:
@@ -68,12 +68,14 @@ def answer(prompts: list[list[int]], samples: int, tokens: int | list[int], seed
         return [each.tokens.tolist() for each in done]
 
     before, steps, drafts = loop.run_until_complete(engine.stats()), engine.progress(), counters()
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     made = loop.run_until_complete(run())
     seconds, after = time.perf_counter() - begin, loop.run_until_complete(engine.stats())
     computed = (after.prompt_tokens - after.cached_tokens) - (before.prompt_tokens - before.cached_tokens)
     found = {"seconds": seconds, "tokens": sum(map(len, made)), "prompt_tokens_computed": computed}
+    found["cpu_seconds"] = (ended := time.process_time()) - cpu
     if tail["begin"]:
+        found["tail_cpu_seconds"] = ended - tail["cpu"]
         found |= {"tail_seconds": begin + seconds - tail["begin"], "tail_tokens": after.generated - tail["tokens"]}
     found |= {name: counters()[name] - drafts[name] for name in ("drafted_tokens", "accepted_tokens")}
     return found | {"steps": engine.progress() - steps} | ({"replies": made} if replies else {})

@@ -56,7 +56,7 @@ async def serving(
 ) -> AsyncIterator[NativeEngine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine_cases.decoder", lambda *_: habitual(0, arch))
-        made = engine(arch, receiver=receiver, speculation={"method": method}, **settings)
+        made = engine(arch, receiver=receiver, speculation={"method": method}, **{"max_sequences": 16, **settings})
     try:
         yield made
         made._scheduler.check_integrity()
@@ -178,17 +178,17 @@ async def test_a_thousand_prompts(invariant: bool, nats: float) -> None:
 async def test_with_little_memory_sequences_are_preempted_and_go_on(monkeypatch) -> None:
     asked = requests(40, seed=4)
     async with serving("none") as plain:
-        expected = await in_turns(plain, asked, at_once=5)
-    monkeypatch.setattr(core, "pages_of", lambda *_: 41)
+        expected = await in_turns(plain, asked, at_once=4)
+    monkeypatch.setattr(core, "pages_of", lambda *_: 29)
     async with serving("rollouts", page_size=4) as drafting:
-        found = await in_turns(drafting, asked, at_once=5)
+        found = await in_turns(drafting, asked, at_once=4)
         counts = await counters(drafting)
     assert all(same(a, b, 1e-4) for a, b in zip(expected, found, strict=True))
     assert counts["preemptions"] > 0 and counts["accepted_tokens"] > 100
 
 
 async def test_drafts_only_fill_steps_of_few_tokens() -> None:
-    """Beside nine live sequences 16 tokens leave no room, beside four each has three."""
+    """Beside five live sequences 16 tokens leave too little room, beside four each has three."""
     prompt = np.resize(np.arange(PERIOD), 30).astype(np.int32)
     sizes = list[tuple[int, int]]()
     async with serving("ngram", max_sequences=16) as drafting:
@@ -203,7 +203,7 @@ async def test_drafts_only_fill_steps_of_few_tokens() -> None:
         drafting._scheduler.plan = watched  # type: ignore[method-assign]
         params = [SamplingParams(max_tokens=8 + 4 * max(0, 3 - i), seed=i, temperature=0.2) for i in range(9)]
         await asyncio.gather(*(drafting.generate(GenerateRequest(prompt, each)) for each in params))
-    assert sizes and max(rows for rows, _ in sizes) <= 8 and max(tokens for _, tokens in sizes) <= 16
+    assert sizes and max(rows for rows, _ in sizes) <= 4 and max(tokens for _, tokens in sizes) <= 16
     assert any(tokens > 2 * rows for rows, tokens in sizes)
 
 

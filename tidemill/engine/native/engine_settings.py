@@ -20,8 +20,8 @@ class SpeculationSettings(Config):
     num_speculative_tokens: int = Field(default=8, ge=1, description="Most draft tokens of a sequence in one step")
     step_tokens: int = Field(
         default=16,
-        ge=2,
-        description="Most tokens of a step with drafts. It has some while at most half as many sequences are live",
+        ge=4,
+        description="Most tokens of a step with drafts. It has some while at most a quarter as many sequences are live",
     )
 
 

@@ -15,7 +15,8 @@ from tidemill.engine.native.request_state import ActiveRequest, Slots
 from tidemill.engine.native.scheduler import Scheduler
 from tidemill.engine.native.step_plan import Plan
 
-WORTH = 0.25  # a guess that comes true less often costs more time than it saves
+TOKENS = 4  # of each live sequence in a step with drafts, at least: with fewer, drafts did not pay
+ROW = 0.15  # time of one more token in a step, in steps of none: measured on CPUs; less on devices
 BELIEVED = 4.0  # guesses after which what was seen counts as much as what was assumed
 ASSUMED = 0.6  # share of guesses that come true, before any was seen
 FADES = 0.98  # weight of what was seen, after each further draft
@@ -40,7 +41,7 @@ class Speculation:
     def due(self, scheduler: Scheduler, ahead: bool) -> bool:
         """True if drafts should be looked for now. ahead: to look means to wait for the step under way."""
         live = len(scheduler.running)
-        if not live or 2 * live > self._most or scheduler.waiting_count:
+        if not live or live > self._most // TOKENS or scheduler.waiting_count:
             return False
         self._wait -= 1
         return not ahead or self._wait < 0
@@ -58,7 +59,7 @@ class Speculation:
                 continue
             others = self._others(scheduler, rows, slot) if self._replies is not None else []
             draft, matched = continuation(others, scheduler.tokens[slot, :length], most)
-            draft = draft[: self._worthwhile(matched)] if len(draft) else draft
+            draft = draft[: self._worthwhile(matched, len(scheduler.running))] if len(draft) else draft
             if (ends := np.flatnonzero(rows.stopped(np.full(len(draft), slot), draft))).size:
                 draft = draft[: ends[0]]  # nothing follows what ends a reply
             if len(draft):
@@ -85,11 +86,15 @@ class Speculation:
         if self._replies is not None and len(reply):
             self._replies.add(request.sequence.prompt, reply)
 
-    def _worthwhile(self, matched: int) -> int:
-        """The most guesses of a draft after so many matching tokens."""
+    def _worthwhile(self, matched: int, live: int) -> int:
+        """The most guesses of a draft after so many matching tokens, beside so many live sequences.
+
+        A token that is sampled anyway costs (1 + ROW * live) / live, and one that is guessed ROW over its chance.
+        """
+        least = ROW * live / (1 + ROW * live)
         share = (self._came_true[matched] + BELIEVED * ASSUMED) / (self._seen[matched] + BELIEVED)
-        if share >= WORTH:
-            return int(np.log(WORTH) / np.log(min(share, 0.999)))
+        if share >= least:
+            return int(np.log(least) / np.log(min(share, 0.999)))
         self._declined[matched] += 1
         return int(self._declined[matched] % TRIED == 0)
 
