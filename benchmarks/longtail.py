@@ -8,8 +8,8 @@ those that list scheduling of the same lengths needs. Prints a table and writes 
 
     python benchmarks/longtail.py --speculation [--size S] [--repeats 3]
 
-Our engine alone, with and without drafts, on models that repeat themselves more or less; 64 prompts with 8 replies each. The
-tail begins when 8 sequences are left. Writes `results/speculation.json`.
+Our engine alone, with and without drafts, on models that repeat themselves more or less: batches of 128 replies, 8 for
+each prompt. The tail begins when 8 sequences are left. Writes `results/speculation.json`.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def speculation(dtype: str, args: argparse.Namespace, about: dict[str, Any]) -> 
 
 
 def attempts(size: str, seed: int) -> dict[str, Any]:
-    """64 prompts with 8 replies each, of the same lengths for each seed's every system."""
-    tokens = lengths(seed) if seed else [64] * (SEQUENCES // 4)
-    return {"prompts": prompts(size, len(tokens) // 8, PROMPT, seed), "samples": 8, "tokens": tokens, "seed": seed}
+    """One batch: 16 prompts with 8 replies each."""
+    tokens = lengths(seed)[:SLOTS] if seed else [64] * SLOTS
+    return {"prompts": prompts(size, SLOTS // 8, PROMPT, seed), "samples": 8, "tokens": tokens, "seed": seed}
 
 
 def main() -> None:
