@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tidemill.core.config import build, dump
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Capabilities
+from tidemill.engine.engine_kinds import BaseEngineSettings
 from tidemill.engine.remote.server_command import find_python
 from tidemill.engine.sglang.sglang_command import kv_bytes, server_command, server_environment
 from tidemill.engine.sglang.sglang_settings import BUILD, ENVIRONMENT, SglangSettings
+from tidemill.engine.vllm.vllm_settings import VllmSettings
 from tidemill.models.architecture import Architecture
 from tidemill.run.capability_check import UNPROVEN, UNSEEDED, check_engine
 from tidemill.run.planner.server_memory import server_memory
@@ -78,6 +81,12 @@ def test_what_cannot_be_served_is_refused_before_a_server_starts(tmp_path: Path,
     monkeypatch.setattr("tidemill.__file__", str(tmp_path / "tidemill" / "__init__.py"))
     with pytest.raises(ConfigError, match=r"'sglang': there is no .peers/sglang/bin/python; set engine.python"):
         find_python(SglangSettings(), ENVIRONMENT, BUILD)
+
+
+def test_settings_with_an_address_travel_to_the_engines_process() -> None:
+    for kind in (SglangSettings, VllmSettings):
+        given = kind(url=["http://a:1", "http://b:1"], max_sequences=3)
+        assert build(BaseEngineSettings, dump(given)) == given
 
 
 def test_the_kv_cache_holds_all_sequences_or_a_share_of_the_free_memory() -> None:

@@ -63,7 +63,8 @@ class ServerSettings(BaseEngineSettings):
 
     @model_validator(mode="after")
     def _check_server(self) -> Self:
-        if self.url and (given := [name for name in STARTED if name in self.model_fields_set]):
+        fields = type(self).model_fields  # settings that travel to another process have all been set
+        if self.url and (given := [name for name in STARTED if getattr(self, name) != fields[name].default]):
             raise ValueError(
                 f"{given[0]} with url={self.url!r}: the server at that address runs already, so it would change nothing; "
                 f"leave {given[0]} out, or leave url out"
