@@ -6,6 +6,7 @@ Controller, trainer, engine, transport and ledger are real and inline. `test_mut
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,9 @@ def test_a_transport_that_changes_one_bit(tiny: Run, transport: str, full_every:
 def test_without_a_mutation_the_same_run_completes(tiny: Run, transport: str, full_every: int) -> None:
     assert tiny.until(transport, full_every=full_every) == STEPS
     assert tiny.applied == tiny.ended_steps() == STEPS and tiny.versions() == list(range(STEPS + 1))
+    told = [json.loads(line) for line in (tiny.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    sent, whole = (sum(each.get(f"weights/{kind}_bytes", 0) for each in told) for kind in ("sent", "whole"))
+    assert 0 < sent == whole if full_every == 1 else 0 < sent < whole
 
 
 # --- what no fingerprint sees: the right weights, and something else made of them ----------------------------------------

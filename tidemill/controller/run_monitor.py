@@ -58,7 +58,9 @@ COUNTED = {
     "prefix_cache/lost_tokens": "lost_tokens",
     "speculation/drafted_tokens": "drafted_tokens",
     "speculation/accepted_tokens": "accepted_tokens",
-}  # a step's metrics, and the engines' counters that they add up
+    "weights/sent_bytes": "published_bytes",
+    "weights/whole_bytes": "published_whole_bytes",
+}  # a step's metrics, and the processes' counters that they add up
 PROBED_ROWS = 4  # rows of a batch that each probe scores
 
 

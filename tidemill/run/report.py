@@ -58,11 +58,19 @@ def make_report(session: Session, before: int, wall_s: float) -> dict[str, Any]:
         ],
         **_mismatch(totals),
         "versions_published": totals.versions,
+        "published_mb": published_mb(totals),
         "memory_mb": {name: round(peak / 2**20, 1) for name, peak in totals.memory.items()},
         **_time(totals.time, totals.tokens),
         "advice": advice(totals, session.plan, session.model.architecture),
         "warnings": dict(totals.symptoms.told),
     }
+
+
+def published_mb(totals: Totals) -> dict[str, float]:
+    """Megabytes that the present trainer published, and those of the same versions in full."""
+    done = next((done for done in totals.counters.values() if "published_bytes" in done), {})
+    kinds = {"sent": "published_bytes", "whole": "published_whole_bytes"}
+    return {kind: round(done.get(counter, 0.0) / 1e6, 3) for kind, counter in kinds.items()}
 
 
 def _mismatch(totals: Totals) -> dict[str, Any]:
