@@ -62,10 +62,11 @@ class _Kept:
         self._version, self._since = update.version, 0 if full else self._since + 1
         return replace(update, followed=True)
 
-    def send_whole(self, version: Version, put: Put) -> WeightUpdate:
+    def latest(self, version: Version) -> tuple[Version, Iterable[Slice]]:
+        """What was sent last, with its fingerprint. Raises WeightsMoved if it is not this version."""
         if self._version is None or self._version.key != version.key:
             raise WeightsMoved(f"{version} cannot be sent once more: what was sent last is {self._version or 'not known'}")
-        return replace(put(self._slices.values(), None), followed=True)
+        return self._version, self._slices.values()
 
     def _taken(self, slices: Iterable[Slice]) -> Iterator[Slice]:
         before, self._slices = self._slices, {}
@@ -112,7 +113,7 @@ class DeltaSender:
 
     def send_whole(self, version: Version) -> WeightUpdate:
         """See `weight_slices.KeepsSent`."""
-        return self._kept.send_whole(version, lambda kept, _: self._sender.send(version, kept))
+        return replace(self._sender.send(*self._kept.latest(version)), followed=True)
 
     def close(self) -> None:
         self._sender.close()
@@ -131,7 +132,7 @@ class LiveDeltaSender:
 
     def send_whole(self, version: Version) -> WeightUpdate:
         """See `weight_slices.KeepsSent`. It is offered, for `send_offered` to send."""
-        return self._kept.send_whole(version, lambda kept, _: self._offer(version, kept, None))
+        return replace(self._offer(*self._kept.latest(version), None), followed=True)
 
     def _offer(self, version: Version, slices: Iterable[Slice], base: Version | None) -> WeightUpdate:
         held = list(slices)

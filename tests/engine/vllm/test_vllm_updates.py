@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -15,7 +16,7 @@ import torch
 from contract_base import FREE, LONG, PROMPT, TOLERANCE, Reference, in_parts, new_version, until
 from vllm_server import HEAD_DIM, engine_at, started
 
-from tidemill.core.errors import EngineFailed, PolicyMismatch
+from tidemill.core.errors import BaseMissing, EngineFailed, PolicyMismatch
 from tidemill.core.types import GenerateRequest, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.engine_kinds import EngineSpec
@@ -23,6 +24,7 @@ from tidemill.engine.remote.http_client import ServerClient
 from tidemill.engine.vllm.build_vllm_engine import build
 from tidemill.engine.vllm.vllm_engine import VllmEngine
 from tidemill.engine.vllm.vllm_settings import VllmSettings
+from tidemill.models.fingerprint import fingerprint
 from tidemill.models.hf_weights import load_folder, serving_slices
 from tidemill.models.weight_slices import Slice
 from tidemill.runtime.cpu_sharing import Cores
@@ -158,10 +160,30 @@ async def test_several_parts_are_verified_together(engine: VllmEngine, models: l
         await engine.audit()
 
 
+async def test_changes_are_served_and_a_missed_one_is_noticed(
+    engine: VllmEngine, models: list[Reference], tmp_path: Path
+) -> None:
+    sender: Any = make_sender(SyncSettings(full_every=9), tmp_path)
+    pieces = [replace(p, tensor=p.tensor.clone()) for p in serving_slices(load_folder(models[1].folder), torch.float32)]
+    updates = list[WeightUpdate]()
+    for step in range(1, 5):
+        for piece in pieces:
+            piece.tensor.view(-1)[step::97] *= 1.01
+        updates.append(sender.send(Version(step, fingerprint=fingerprint(pieces)), pieces))
+        if step in (1, 2):
+            assert await engine.update(updates[-1]) == updates[-1].version
+            await engine.audit()
+    assert [each.kind for each in updates] == ["full", "delta", "delta", "delta"]
+    with pytest.raises(BaseMissing):
+        await engine.update(updates[-1])
+    whole = sender.send_whole(Version(4))
+    assert await engine.update(whole) == updates[-1].version
+    await engine.audit()
+    sender.close()
+
+
 async def test_a_sign_of_zero_survives_the_audit(engine: VllmEngine, models: list[Reference], tmp_path: Path) -> None:
     """A product loses the sign of a zero; the fingerprint has it."""
-    from tidemill.models.fingerprint import fingerprint
-
     pieces = [replace(p, tensor=p.tensor.clone()) for p in serving_slices(load_folder(models[1].folder), torch.float32)]
     for piece in pieces:
         piece.tensor.view(-1)[::7] = -0.0
