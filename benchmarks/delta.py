@@ -193,7 +193,7 @@ def main() -> None:
     if args.bits:
         found = list[dict[str, Any]]()
         for transport in STORED:
-            with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".delta-") as folder:
+            with tempfile.TemporaryDirectory() as folder:
                 found.append(asyncio.run(to_the_bit(args.model or "2m", transport, args.rates[-1], Path(folder))))
         print(table(found))
         return
