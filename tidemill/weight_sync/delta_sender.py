@@ -63,7 +63,7 @@ class _Kept:
         return replace(update, followed=True)
 
     def latest(self, version: Version) -> tuple[Version, Iterable[Slice]]:
-        """What was sent last, with its fingerprint. Raises WeightsMoved if it is not this version."""
+        """The version sent last, with its fingerprint. Raises WeightsMoved if it is another one."""
         if self._version is None or self._version.key != version.key:
             raise WeightsMoved(f"{version} cannot be sent once more: what was sent last is {self._version or 'not known'}")
         return self._version, self._slices.values()
