@@ -1375,8 +1375,8 @@ FAULTS = [
     ),
     Fault(
         "the next server does not remove what a killed one left",
-        "        self._others = [note for note in self._others if not _remove(note)]\n        self._note = ",
-        "        self._note = ",
+        "        self._others = [note for note in self._others if not _remove(note)]\n",
+        "",
         "engine/remote/test_left_behind.py",
     ),
     Fault(

@@ -160,7 +160,8 @@ async def test_after_an_update_that_failed_nothing_is_sampled(
         with pytest.raises((EngineFailed, PolicyMismatch)):
             await engine.update(published)
         with pytest.raises(EngineFailed):
-            await engine.generate(GenerateRequest(PROMPT, FREE))
+            async with asyncio.timeout(10):
+                await engine.generate(GenerateRequest(PROMPT, FREE))
         call.cancel()
         assert fake.scheduler.paused, "it is never resumed"
         await asyncio.wait({call})

@@ -36,19 +36,18 @@ class Note(msgspec.Struct):
 
 
 class LeftBehind:
-    """The files of one server, and of those before it with the same log whose processes lived too long."""
+    """The files of one server, and of those before it with the same log."""
 
     def __init__(self, log: Path) -> None:
-        """Remove what earlier ones left, and make a folder for this one's temporary files."""
+        """Make a folder for this one's temporary files. What earlier ones left is removed by `note`."""
         self._path, self._others = log.with_suffix(".left"), list[Note]()
         with suppress(OSError, msgspec.MsgspecError):
             self._others = msgspec.json.decode(self._path.read_bytes(), type=list[Note])
-        self._others = [note for note in self._others if not _remove(note)]
         self._note = Note(tempfile.mkdtemp(prefix=FOLDER))
         self.folder = self._note.folder
 
     def note(self, processes: Iterable[psutil.Process]) -> None:
-        """Note processes of the server, and the shared memory that they map now."""
+        """Note processes of the server, and the shared memory that they map now; remove what earlier ones left."""
         for process in processes:
             with suppress(psutil.Error, OSError):
                 self._note.processes[process.pid] = process.create_time()
