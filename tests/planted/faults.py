@@ -1391,4 +1391,41 @@ FAULTS = [
         "        regions = [((0,) * len(block.shape), block.shape)]",
         "weight_sync/test_live_transports.py",
     ),
+    # low-rank adapters
+    Fault(
+        "an adapter is published without its scale",
+        "    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)\n",
+        "    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide)).to(weight.dtype)\n",
+        "models/test_lora.py trainer/test_lora_training.py",
+    ),
+    Fault(
+        "engines get the base without its adapter",
+        "            return checked(self._stream(version, merged_slices(blocks, factors)), own, sent)\n",
+        "            return checked(self._stream(version, blocks), own, sent)\n",
+        "trainer/test_lora_training.py",
+    ),
+    Fault(
+        "the reference beside an adapter is the policy",
+        "        return without(self.decoder) if self.without_adapter else nullcontext()\n",
+        "        return nullcontext()\n",
+        "trainer/test_lora_training.py",
+    ),
+    Fault(
+        "the weights beside an adapter are trained, too",
+        "    decoder.requires_grad_(False)\n    for linear, projections",
+        "    for linear, projections",
+        "models/test_lora.py trainer/test_lora_training.py",
+    ),
+    Fault(
+        "rslora scales as LoRA does",
+        "        return rank, alpha / (rank**0.5 if self.rslora else rank)\n",
+        "        return rank, alpha / rank\n",
+        "models/test_lora.py",
+    ),
+    Fault(
+        "settings that are not computed are passed over",
+        "            if name in raw and raw[name] not in neutral:\n",
+        "            if name in raw and raw[name] in neutral and False:\n",
+        "models/test_lora.py",
+    ),
 ]

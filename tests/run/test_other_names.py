@@ -49,12 +49,11 @@ def test_every_name_from_elsewhere_is_answered_and_documented():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["trainer.lora=true"], "unknown key 'trainer.lora': LoRA and other adapters do not exist here yet"),
-        (["trainer.lora.rank=8"], "unknown key 'trainer.lora.rank': LoRA"),
-        (["peft.r=8"], "unknown key 'peft.r': LoRA"),
-        (["lora.alpha=8"], "unknown key 'lora.alpha': LoRA"),
-        (["trainer.model.experimental.lora.rank=16"], "LoRA and other adapters do not exist"),
-        (["actor_rollout_ref.model.lora_rank=8"], "LoRA and other adapters do not exist"),
+        (["peft.r=8"], "unknown key 'peft.r': a LoRA adapter is trained by trainer.lora.rank = 16"),
+        (["lora.alpha=8"], "unknown key 'lora.alpha': a LoRA adapter is trained by"),
+        (["trainer.lora.dropout=0.1"], "trainer.lora.dropout"),
+        (["trainer.model.experimental.lora.rank=16"], "a LoRA adapter is trained by trainer.lora.rank"),
+        (["actor_rollout_ref.model.lora_rank=8"], "a LoRA adapter is trained by trainer.lora.rank"),
         (["trainer.fsdp=true"], "unknown key 'trainer.fsdp': trainer.ranks says how many processes train together"),
         (["trainer=fsdp"], "trainer = 'fsdp': trainer.ranks says"),
         (["zero_stage=3"], "trainer.shard what each of them holds"),

@@ -22,7 +22,9 @@ from trainer_cases import LOSSES, batch, decoder, gradients, parameters, value_m
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.controller.trainer_group import deal
 from tidemill.core.types import Version
+from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.local_shards import first_row, local
+from tidemill.models.lora import adapters, attach
 from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.ranks import Ranks, ShardedRanks
@@ -62,6 +64,16 @@ def rows_for(name):
     return ready.updates[0].samples, ready.losses
 
 
+def adapt(policy):
+    """An adapter of some matrices, with ranks that ranks do not divide, and nothing in it 0."""
+    generator = torch.Generator().manual_seed(5)
+    attach(policy, AdapterConfig(rank=3, alpha=5, rank_pattern={"v_proj": 1, "down_proj": 7}), generator)
+    with torch.no_grad():
+        for _, adapter in adapters(policy):
+            for b in adapter.b:
+                b.normal_(0.0, 0.3, generator=generator)
+
+
 def run(case, made):
     samples, losses = rows_for(case["rows"])
     dtype = DTYPES[case["dtype"]]
@@ -69,6 +81,8 @@ def run(case, made):
 
     def models():
         policy = decoder(dtype, **case.get("model", {}))
+        if case.get("lora"):
+            adapt(policy)
         critic = value_model(policy if case.get("head") else None, dtype=dtype) if with_critic else None
         return policy, critic
 
@@ -81,8 +95,10 @@ def run(case, made):
     mine = [samples[i] for i in deal(samples, ranks.size)[ranks.rank]]
     how = {"checkpointing": case.get("checkpointing", False), "ranks": ranks}
     _, result = gradients(mine, policy, budget=40, losses=losses, critic=critic, **how)
-    ranks.replica_sums(parameters(policy, critic), case.get("reduce", "float32")).add_up(1.0)
-    found = {name: p.grad for name, p in parameters(policy, critic).items()}
+    trained = {name: p for name, p in parameters(policy, critic).items() if p.requires_grad}
+    ranks.replica_sums(trained, case.get("reduce", "float32")).add_up(1.0)
+    found = {name: p.grad for name, p in trained.items()}
+    assert not [name for name, p in parameters(policy, critic).items() if p.grad is not None and not p.requires_grad]
     named, worst, where, missed, size = parameters(policy, critic), 0.0, "", 0.0, 0.0
     for name, whole in expected.items():
         rows = local(found[name])

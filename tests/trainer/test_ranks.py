@@ -22,6 +22,7 @@ def cases(size):
                     model = {"model_type": family, "tie_word_embeddings": tied}
                     yield {"shard": shard, "dtype": dtype, "rows": "grpo", "model": model, "checkpointing": not tied}
             yield {"shard": shard, "dtype": dtype, "rows": "ppo", "head": True, "checkpointing": True}
+            yield {"shard": shard, "dtype": dtype, "rows": "grpo", "lora": True, "checkpointing": size == 4}
         for reduce in NARROW if shard in ("none", "hsdp") else ():
             yield {"shard": shard, "dtype": "float32", "rows": "ppo", "reduce": reduce}
 
@@ -31,6 +32,7 @@ def name_of(case):
 
 
 FEW = [(2, {"shard": shard, "dtype": "float64", "rows": rows}) for shard in ("zero2", "zero3") for rows in ("ppo", "ragged")]
+FEW.append((2, {"shard": "zero3", "dtype": "float64", "rows": "grpo", "lora": True, "checkpointing": False}))
 FEW.append((2, {"shard": "none", "dtype": "float32", "rows": "ppo", "reduce": "int8"}))
 ALL = [(size, case) for size in (2, 4) for case in cases(size)]
 

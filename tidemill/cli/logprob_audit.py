@@ -21,8 +21,8 @@ from tidemill.core.errors import CheckpointError, PayloadLost
 from tidemill.core.types import GREEDY, Array, Finish, Trajectory, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.ledger.ledger import SqliteLedger
+from tidemill.models.adapter_files import load_merged
 from tidemill.models.decoder import Decoder
-from tidemill.models.hf_weights import load_folder
 from tidemill.models.served_weights import Contents
 from tidemill.observability.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose
 from tidemill.observability.diagnosis.mismatch import ROUNDING, Limit, LogprobComparison
@@ -140,7 +140,7 @@ def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> 
     found, strangers = list[Stored](), list[str]()
     last = max((version.step for version in published), default=0)
     for folder, step in _candidates(run):
-        own = Contents.of(load_folder(folder), dtype).fingerprint
+        own = Contents.of(load_merged(folder), dtype).fingerprint
         versions = tuple(version for version in published if version.fingerprint == own)
         expected = [str(version) for version in published if version.step == (last if step is None else step)]
         if versions:
@@ -190,7 +190,7 @@ def _native(kind: type[C], used: Config) -> C:
 class _Replayer:
     def __init__(self, config: RunConfig, stored: Sequence[Stored], where: Stored, limit: Limit) -> None:
         self._config, self._stored, self._where, self._limit = config, stored, where, limit
-        self._decoder = load_folder(where.folder)
+        self._decoder = load_merged(where.folder)
 
     async def of(self, version: Version, picked: Sequence[tuple[int, int, Trajectory]]) -> VersionReplay:
         trajectories = [t for *_, t in picked]
@@ -233,7 +233,7 @@ class _Replayer:
 
     async def _served(self, trajectories: Sequence[Trajectory]) -> list[Array]:
         settings = _native(EngineSettings, self._config.engine)
-        decoder = load_folder(self._where.folder, getattr(torch, self._config.trainer.serving_dtype))
+        decoder = load_merged(self._where.folder, getattr(torch, self._config.trainer.serving_dtype))
         async with engine_of(decoder, settings) as engine:
             return [(await engine.score(t.tokens, "policy", t.temperature, 0)).logprobs for t in trajectories]
 
@@ -269,7 +269,7 @@ class _Replayer:
         found = []
         for other in self._stored:
             if version not in other.versions:
-                values = await self._trained(load_folder(other.folder), [row.trajectory])
+                values = await self._trained(load_merged(other.folder), [row.trajectory])
                 found.append(Hypothesis(Cause.STALE, f"those of {other.versions[0]} fit, not of {version}", values[0]))
         return found
 

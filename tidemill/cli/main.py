@@ -184,6 +184,18 @@ def parity(
     _run("parity", model, length, as_json)
 
 
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter, as PEFT has it")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the model to make")],
+    base: Annotated[str, typer.Option(help="Folder of the base model. Left out: as the adapter names it")] = "",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights to write")] = "float32",
+    as_json: AsJson = False,
+) -> None:
+    """Add a LoRA adapter to its model, and write the sum as a model folder."""
+    _run("merge", adapter, out, base, dtype, as_json)
+
+
 pool = typer.Typer(help="Add engines to a run that goes on, or remove some.", no_args_is_help=True)
 app.add_typer(pool, name="pool")
 

@@ -27,6 +27,7 @@ from tidemill.models.hf_files import check_headers, folder_slices, is_buffer, we
 from tidemill.models.kernels.cuda.transfers import Uploads
 from tidemill.models.local_shards import first_row, full, local
 from tidemill.models.piecewise import Work, at_once, by_rows
+from tidemill.models.served_linear import Linear
 from tidemill.models.weight_slices import Coverage, Slice
 
 _TEMPLATES = "additional_chat_templates"
@@ -84,6 +85,14 @@ def _places(decoder: Decoder) -> Iterator[_Place]:
 
 def _whole(name: str, parameter: Tensor) -> _Place:
     return _Place(name, parameter, 0, len(parameter))
+
+
+def stacked_modules(decoder: Decoder) -> Iterator[tuple[Linear, list[tuple[str, int, int]]]]:
+    """Each matrix of the layers, with the (Hugging Face module, first row, rows) of the projections stacked in it."""
+    linears = {id(module.weight): module for module in decoder.modules() if isinstance(module, Linear)}
+    for key, places in groupby(_places(decoder), key=lambda place: id(place.parameter)):
+        if key in linears:
+            yield linears[key], [(place.name.removesuffix(".weight"), place.first, place.rows) for place in places]
 
 
 def _layer_places(layer: Layer) -> Iterator[_Place]:
@@ -250,8 +259,11 @@ def save_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     score: Tensor | None = None,
     pad: int | None = None,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
     """Write a Hugging Face folder: weights in `dtype`, configuration and tokenizer.
+
+    tensors: those to write, by name. None: the decoder's.
 
     The tokenizer and the generation configuration are copied from the folder `tokenizer_from`. score: [1, D]; with it,
     the folder is one for sequence classification, without the language-model head. pad: the padding id, which
@@ -268,7 +280,7 @@ def save_folder(
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     partial.mkdir()
     try:
-        tensors = scored_tensors(decoder, score)
+        tensors = scored_tensors(decoder, score) if tensors is None else tensors
         write_model(partial, decoder.arch, tensors, tokenizer_from, dtype, max_shard_bytes, score is not None, pad)
         put_in_place(partial, folder)
     finally:

@@ -75,15 +75,22 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias)
         self.packed = Packed()
         self.gathered: Matrix | None = None  # see `gathering`
+        self.adapter: nn.Module | None = None  # adds to the output, see `lora`
 
     def onto(self, x: Tensor, input: Tensor | Deferred) -> Tensor:
         """x plus the layer's output for `input`; x itself on a device without a gradient."""
-        adds = x.is_cuda and x.dtype == input.dtype == self.weight.dtype and self.bias is None
+        adds = x.is_cuda and x.dtype == input.dtype == self.weight.dtype and self.bias is None and self.adapter is None
         if adds and not torch.is_grad_enabled() and isinstance(input, Tensor):
             return x.addmm_(input, self.weight.T)
         return x + self(input)
 
     def forward(self, input: Tensor | Deferred) -> Tensor:
+        if self.adapter is None:
+            return self._product(input)
+        input = as_tensor(input)
+        return self.adapter(input, self._product(input))
+
+    def _product(self, input: Tensor | Deferred) -> Tensor:
         if isinstance(input, Tensor) and (product := self.packed.product(input, self.out_features, self.bias)) is not None:
             return product
         if (dtype := _multiplied_in(input, self.weight)) is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tidemill.core.errors import PolicyMismatch
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import WORD, Fingerprint, identity, totals, word_bits, word_sum
-from tidemill.models.hf_weights import hf_blocks, hf_views
+from tidemill.models.hf_weights import hf_views
 from tidemill.models.piecewise import Work, at_once, by_rows
 from tidemill.models.weight_slices import Slice
 
@@ -49,7 +49,7 @@ class Contents:
     def summing(cls, decoder: Decoder, dtype: torch.dtype) -> Work[Contents]:
         """`of` in pieces, which are cast one by one."""
         blocks = (Slice.whole(name, view) for name, view in hf_views(decoder))
-        return (yield from cls._summing(blocks, sum(p.numel() for p in decoder.parameters()), dtype, list))
+        return (yield from cls._summing(blocks, _numbers(decoder), dtype, list))
 
     @classmethod
     def of_blocks(cls, decoder: Decoder, blocks: Iterable[Slice], dtype: torch.dtype, add_up: AddUp) -> Contents:
@@ -57,7 +57,7 @@ class Contents:
 
         All of them must call this at the same time. Raises PolicyMismatch if the blocks of all are not all weights, once.
         """
-        return at_once(cls._summing(blocks, sum(p.numel() for p in decoder.parameters()), dtype, add_up))
+        return at_once(cls._summing(blocks, _numbers(decoder), dtype, add_up))
 
     @classmethod
     def _summing(cls, blocks: Iterable[Slice], there: int, dtype: torch.dtype, add_up: AddUp) -> Work[Contents]:
@@ -86,9 +86,14 @@ class Contents:
         return cls(identity(sums, outlines), dict(sorted(sums.items())), words_of_all, outlines)
 
 
-def words_of(decoder: Decoder, add_up: AddUp = list) -> dict[str, int]:
-    """Word sums by name in the decoder's own dtype, cheap enough for a second check."""
-    found = {block.name: word_sum(block.tensor) for block in hf_blocks(decoder)}
+def _numbers(decoder: Decoder) -> int:
+    """The number of weights, without those of an adapter, which is served as a part of them."""
+    return sum(p.numel() for name, p in decoder.named_parameters() if ".adapter." not in name)
+
+
+def words_of(blocks: Iterable[Slice], add_up: AddUp = list) -> dict[str, int]:
+    """Word sums by name in the blocks' own dtype, cheap enough for a second check."""
+    found = {block.name: word_sum(block.tensor) for block in blocks}
     return dict(zip(found, add_up(list(found.values())), strict=True))
 
 

@@ -119,7 +119,10 @@ ANYWHERE = dict.fromkeys(("epochs", "num_epochs", "total_epochs"), EPOCHS)
 
 ELSEWHERE = ANYWHERE | OTHERS | TRL
 
-_LORA = "LoRA and other adapters do not exist here yet: every weight of the model is trained"
+_LORA = (
+    "a LoRA adapter is trained by trainer.lora.rank = 16, with trainer.lora.alpha, targets and rslora; other adapters, "
+    "dropout in them, and adapters on quantised weights do not exist here yet"
+)
 _SHARDS = (
     "trainer.ranks says how many processes train together, on one machine, and trainer.shard what each of them holds; "
     "several machines do not exist yet"

@@ -151,6 +151,7 @@ class RunConfig(Config):
             self._offline_conflicts(),
             self._window_conflicts(),
             self._reference_conflicts(),
+            self._lora_conflicts(),
         ):
             raise ValueError(conflict)
         return self
@@ -224,6 +225,17 @@ class RunConfig(Config):
             yield f"deterministic = true: rollout.window = {window} takes groups as they finish; set it to 1"
         if window > widest:
             yield f"rollout.window = {window}: at most max_lag * rollout.groups + 1 = {widest} keeps the bound"
+
+    def _lora_conflicts(self) -> Iterator[str]:
+        if not isinstance(self.trainer, TrainerSettings) or self.trainer.lora is None:
+            return
+        if self.scores:
+            yield "trainer.lora: a reward model is trained in all its weights; leave trainer.lora out"
+        if self.reference is not None and self.reference.every:
+            yield (
+                f"trainer.lora with algorithm.reference.every = {self.reference.every}: a reference beside an adapter is "
+                "the model without it, and stays what it is; leave every out"
+            )
 
     def _reference_conflicts(self) -> Iterator[str]:
         reference, r, count = self.reference, self.rollout, self.placement.reference_engines

@@ -145,6 +145,7 @@ def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str
     """Digest of what decides a warm-up's result, so not of its limit of steps."""
     tree = dump(config)
     decides = {key: tree[key] for key in ("seed", "trainer", "engine", "rollout", "env", "deterministic")}
+    decides["trainer"] = {key: value for key, value in decides["trainer"].items() if key != "lora"}  # it has none
     for role in ("trainer", "engine"):  # the kind that was the only one once is not named: what is cached stays valid
         decides[role] = {k: v for k, v in tree[role].items() if (k, v) != ("kind", "native") and k not in OF_RANKS}
     decides["warmup"] = {key: value for key, value in tree["warmup"].items() if key != "steps"}

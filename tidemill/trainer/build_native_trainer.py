@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import load_folder
+from tidemill.models.lora import attach
 from tidemill.models.value_model import ValueModel, load_value_model
 from tidemill.models.weight_slices import Sender
 from tidemill.runtime.cpu_sharing import Cores
@@ -21,11 +25,11 @@ def build(spec: TrainerSpec, sender: Sender, cores: Cores, offload: Offload) -> 
     """Meet the other ranks, load the weights and make the trainer."""
     settings = spec.trainer
     assert isinstance(settings, TrainerSettings)
-    ranks = None
+    ranks, lora = None, settings.lora and settings.lora.config
     if settings.ranks > 1:
         how = settings.shard, settings.replicas, resolve_device(settings.device)
         ranks = ShardedRanks(spec.rank, settings.ranks, *how, spec.meeting)
-    return assemble(spec, settings, sender, cores, offload, ranks)
+    return assemble(spec, settings, sender, cores, offload, ranks, lora=lora)
 
 
 def assemble(
@@ -36,15 +40,18 @@ def assemble(
     offload: Offload,
     ranks: Ranks | None,
     optimizer: MakeOptimizer = Optimizer,
+    lora: AdapterConfig | None = None,
 ) -> NativeTrainer:
-    """Load the weights and make the trainer with these ranks and this optimizer."""
+    """Load the weights and make the trainer with these ranks, this optimizer, and an adapter if it trains one."""
     torch.manual_seed(spec.seed)
     decoder = load_folder(spec.model, dtype=torch.float32)
+    if lora is not None:
+        attach(decoder, replace(lora, base=str(spec.model)), torch.Generator().manual_seed(spec.seed))
     return NativeTrainer(
         decoder,
         settings,
         steps=spec.steps,
-        reference=_reference(spec),
+        reference=_reference(spec, decoder if lora is not None else None),
         critic=_critic(settings, spec, decoder),
         scores=spec.scores,
         sender=sender,
@@ -56,14 +63,18 @@ def assemble(
         checkpoints=spec.checkpoints,
         ranks=ranks,
         optimizer=optimizer,
+        lora=lora and replace(lora, base=str(spec.model)),
     )
 
 
-def _reference(spec: TrainerSpec) -> Reference | None:
+def _reference(spec: TrainerSpec, adapted: Decoder | None) -> Reference | None:
+    """adapted: the policy, if it has an adapter: without that it is the initial policy, which takes no memory then."""
     given, folder = spec.reference, folder_of(spec.reference, spec.model)
     if given is None or folder is None:
         return None
-    return Reference(load_folder(folder, dtype=torch.float32), given.every, given.decay)
+    if adapted is not None and folder == spec.model:
+        return Reference(adapted, without_adapter=True)
+    return Reference(load_folder(folder, dtype=torch.float32), every=given.every, decay=given.decay)
 
 
 def _critic(settings: AdamWSettings, spec: TrainerSpec, policy: Decoder) -> Critic | None:

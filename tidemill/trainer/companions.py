@@ -1,6 +1,6 @@
 """Companions of the trained policy: a critic, and a reference policy.
 
-The reference is the anchor of a KL divergence, or a teacher.
+The reference is the anchor of a KL divergence, or a teacher. Beside an adapter it is the policy without that.
 The critic estimates the value before each token. It is a model of its own or a head on the policy's decoder. The loss of a
 head reaches the policy's weights too, so its weight matters. Gradients of critic and policy are clipped separately: a critic
 that is far off must not shorten the policy's step.
@@ -8,6 +8,7 @@ that is far off must not shorten the policy's step.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,6 +19,7 @@ from tidemill.core.errors import TrainingDiverged
 from tidemill.core.types import Metrics
 from tidemill.models.decoder import Decoder
 from tidemill.models.local_shards import block_of, local
+from tidemill.models.lora import without
 from tidemill.models.value_model import ValueModel
 from tidemill.models.weight_slices import Slice
 from tidemill.trainer.optimizer import Optimizer
@@ -100,13 +102,20 @@ class Reference:
     decoder: Decoder
     every: int = 0  # updates after which it becomes decay * itself + (1 - decay) * the policy; 0: never
     decay: float = 0.0
+    without_adapter: bool = False  # it is the policy itself, as it is without its adapter
 
     @property
     def modules(self) -> list[nn.Module]:
-        return [self.decoder]
+        return [] if self.without_adapter else [self.decoder]
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Context in which `decoder` computes as the reference."""
+        return without(self.decoder) if self.without_adapter else nullcontext()
 
     def beside(self, policy: Decoder) -> Reference:
         """Move the reference to the policy's device. ValueError unless it fits the policy."""
+        if self.without_adapter:
+            return self
         if self.decoder.arch.vocab != policy.arch.vocab:
             raise ValueError(
                 f"the reference policy has a vocabulary of {self.decoder.arch.vocab} tokens, the policy one of "

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,11 @@ from tidemill.core.errors import CheckpointError, PolicyMismatch, TransferFailed
 from tidemill.core.executors import in_thread
 from tidemill.core.types import Array, LossSpec, Metrics, Sample, Telemetry, TrainResult, Version
 from tidemill.core.weight_update import WeightUpdate
+from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.decoder import Decoder
-from tidemill.models.hf_weights import hf_blocks, save_folder, scored_tensors, serving_slices
+from tidemill.models.hf_weights import hf_blocks, serving_slices
 from tidemill.models.host_memory import give_back
+from tidemill.models.lora import gathered_factors, merged_slices, trained_blocks
 from tidemill.models.served_weights import Contents, checked, words_of
 from tidemill.models.trained_linear import MIXES
 from tidemill.models.weight_slices import KeepsSent, LiveSender, Sender, Slice
@@ -33,6 +35,7 @@ from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer import training_pass
 from tidemill.trainer.announced import Announced, why_unchanged
 from tidemill.trainer.companions import Critic, Reference
+from tidemill.trainer.exports import export_policy, export_scored
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.parallel_micro_batches import Lanes
 from tidemill.trainer.ranks import Ranks
@@ -73,6 +76,7 @@ class NativeTrainer:
         checkpoints: bool = True,
         ranks: Ranks | None = None,
         optimizer: MakeOptimizer = Optimizer,
+        lora: AdapterConfig | None = None,
     ) -> None:
         """Move the decoder to the device and prepare training. Raises ValueError for 16-bit weights.
 
@@ -81,7 +85,8 @@ class NativeTrainer:
         folder whose tokenizer and configuration go into exports and checkpoints. cores: taken before each micro-batch.
         threads: number of threads on a CPU that may run micro-batches of their own. checkpoints: reserve the memory of a
         snapshot now, so that a lack of memory shows before training. ranks: that share the weights and the rows; every one
-        is given all calls, each with its own rows. optimizer: makes the policy's from model, settings and `steps`."""
+        is given all calls, each with its own rows. optimizer: makes the policy's from model, settings and `steps`. lora: of
+        the adapter that the decoder has, which alone is trained, saved and exported beside the merged weights."""
         for name, parameter in decoder.named_parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -114,6 +119,7 @@ class NativeTrainer:
             lanes=Lanes(threads if self.device.type == "cpu" and self._ranks.size == 1 else 1, cores),
             ranks=self._ranks,
         )
+        self._lora = lora
         self._sender, self._source = sender, None if source is None else Path(source)
         self._offload, self._recorder = offload, Recorder(process)
         self._snapshot: Snapshot | None = None
@@ -141,7 +147,11 @@ class NativeTrainer:
             known = ", ".join(name for name, each in others.items() if each is not None)
             raise ValueError(f"forward(policy={policy!r}): this trainer was built without a {policy}; it has {known}")
 
-        return await self._do("forward", lambda: training_pass.forward(model, samples, self._compute), samples=len(samples))
+        def run() -> list[Array]:
+            with self._reference.computing() if policy == "reference" and self._reference else nullcontext():
+                return training_pass.forward(model, samples, self._compute)
+
+        return await self._do("forward", run, samples=len(samples))
 
     async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
         """Add the gradient of these samples; returns metrics as sums, and logprobs.
@@ -229,14 +239,15 @@ class NativeTrainer:
     def _send(self, version: Version, sender: Sender | LiveSender) -> WeightUpdate:
         dtype, before = self.settings.serving_dtype, self._announced
         blocks, add_up = list(self._ranks.own(hf_blocks(self.decoder))), self._ranks.sums
-        own = Contents.of_blocks(self.decoder, blocks, DTYPES[dtype], add_up)
-        masters = own.words if dtype == "float32" else words_of(self.decoder, add_up)
+        factors = gathered_factors(self.decoder)
+        own = Contents.of_blocks(self.decoder, merged_slices(blocks, factors), DTYPES[dtype], add_up)
+        masters = own.words if dtype == "float32" else words_of(trained_blocks(self.decoder), add_up)
         version = replace(version, fingerprint=own.fingerprint)
         announced = Announced(version, own, masters, self.updates)
         sent = [block for block in blocks if block.tensor.numel()]
 
         def stream() -> Iterator[Slice]:
-            return checked(self._stream(version, blocks), own, sent)
+            return checked(self._stream(version, merged_slices(blocks, factors)), own, sent)
 
         if isinstance(sender, LiveSender):
             forms = (replace(b, tensor=b.tensor.to("meta", DTYPES[dtype]), total=own.totals[b.name]) for b in sent)
@@ -255,7 +266,7 @@ class NativeTrainer:
             raise WeightsMoved(f"{version.exact} cannot be published once more: this trainer keeps no copy of it")
         return sender.send_whole(version)
 
-    def _stream(self, version: Version, blocks: list[Slice]) -> Iterator[Slice]:
+    def _stream(self, version: Version, blocks: Iterable[Slice]) -> Iterator[Slice]:
         for count, piece in enumerate(serving_slices(self.decoder, DTYPES[self.settings.serving_dtype], blocks)):
             yield piece
             if count == 0:
@@ -294,7 +305,7 @@ class NativeTrainer:
 
         def run() -> None:
             with self._recorder.span("save"):
-                snapshot.write(Path(folder), self._source, wrote)
+                snapshot.write(Path(folder), self._source, wrote, self._lora)
             self._room = snapshot
 
         await asyncio.to_thread(run)  # bounded: by the disk; a caller in another process has its deadline
@@ -309,17 +320,9 @@ class NativeTrainer:
 
     async def export(self, folder: str) -> None:
         """Write the policy (or the critic) to `folder` as a Hugging Face model; the first of several ranks writes it."""
-        scored = self._exports
-        save = partial(save_folder, self.decoder) if scored is None else scored.save
-        dtype = DTYPES[self.settings.serving_dtype]
-
-        def run() -> None:
-            if self._ranks.rank == 0:
-                save(folder, tokenizer_from=self._source, dtype=dtype)
-            else:
-                deque(scored_tensors(self.decoder if scored is None else scored.decoder, scored and scored.head.weight), 0)
-
-        await self._do("export", run)
+        to = Path(folder), self._source, DTYPES[self.settings.serving_dtype], self._ranks.rank == 0
+        policy, scored = partial(export_policy, self.decoder, *to, self._lora), self._exports
+        await self._do("export", policy if scored is None else partial(export_scored, scored, *to))
 
     async def sleep(self) -> None:
         """Move moments and gradients to the host's memory, and give back what is free on the device."""

@@ -1,6 +1,7 @@
 """Trainer checkpoints: a Hugging Face folder with the optimizer's state, without pickle.
 
     config.json, *.safetensors, tokenizer   the master weights in their own dtype, by Hugging Face name
+    adapter_config.json, adapter_model...   in their place the adapter, as PEFT has it, if only that is trained
     optimizer.safetensors                   both moments by parameter name; the random states; the state of each `Kept`
     trainer.json                            format, updates done
 
@@ -16,7 +17,7 @@ trainer. On a CPU, training then continues bit for bit as it would have without 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import compress
 from pathlib import Path
@@ -29,11 +30,14 @@ from torch import Tensor
 
 from tidemill.core.errors import CheckpointError, CodecError, UnsupportedModel
 from tidemill.core.serialization import parse_json
+from tidemill.models.adapter_config import ADAPTER_WEIGHTS, AdapterConfig
+from tidemill.models.adapter_files import ADAPTER_STEM, PREFIX, save_adapter
 from tidemill.models.architecture import Architecture
 from tidemill.models.block_files import BlockReader, rank_file, rank_files, write_blocks
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import hf_blocks, hf_views, load_folder, write_model
 from tidemill.models.host_memory import host_tensors
+from tidemill.models.lora import adapter_blocks, has_adapter, trained_blocks
 from tidemill.models.weight_slices import Slice
 from tidemill.trainer.moments import DecodedBlock
 from tidemill.trainer.optimizer import Optimizer
@@ -116,7 +120,7 @@ class Snapshot:
         ranks: Ranks,
         sums: ReplicaSums | None,
     ) -> Snapshot:
-        own, state = list(ranks.own(hf_blocks(decoder))), [*ranks.own(state), *(sums.state() if sums else ())]
+        own, state = list(ranks.own(trained_blocks(decoder))), [*ranks.own(state), *(sums.state() if sums else ())]
         weights, kept = _places(own, room.weights if room else ()), _places(state, room.optimizer if room else ())
         left = [(place.tensor, block) for place, block in zip([*weights, *kept], [*own, *state], strict=True)]
         return cls(decoder.arch, decoder.embed.weight.dtype, ranks, weights, kept, random, updates, left)
@@ -138,20 +142,27 @@ class Snapshot:
                 torch.cuda.synchronize(device)  # bounded: by the copies above
         self.left.clear()
 
-    def write(self, folder: Path, source: Path | None, wrote: Callable[[Path], None]) -> None:
+    def write(
+        self, folder: Path, source: Path | None, wrote: Callable[[Path], None], lora: AdapterConfig | None = None
+    ) -> None:
         """Write the snapshot to `folder`, of one rank its files. Raises CheckpointError when that fails.
 
-        source: folder whose tokenizer is copied. wrote: called with each large file when it is written.
+        source: folder whose tokenizer is copied. wrote: called with each large file when it is written. lora: of an
+        adapter, whose weights these are.
         """
         rank, several = self.ranks.rank, self.ranks.size > 1
         try:
             folder.mkdir(parents=True, exist_ok=several)
             if rank == 0:
-                whole = [] if several else [(block.name, block.tensor) for block in self.weights]
-                write_model(folder, self.arch, whole, source, self.dtype)
+                whole = {} if several else {block.name: block.tensor for block in self.weights}
+                if lora is None:
+                    write_model(folder, self.arch, whole.items(), source, self.dtype)
+                else:
+                    save_adapter(whole, lora, folder, empty=several)
+            stem = "model" if lora is None else ADAPTER_STEM
             if several:
-                write_blocks(folder / rank_file("model", rank, self.ranks.size), self.weights)
-            for file in sorted(folder.glob(rank_file("model", rank, self.ranks.size) if several else "*.safetensors")):
+                write_blocks(folder / rank_file(stem, rank, self.ranks.size), self.weights)
+            for file in sorted(folder.glob(rank_file(stem, rank, self.ranks.size) if several else "*.safetensors")):
                 wrote(file)
             random = [Slice.whole(*each) for each in self.random.items() if rank == 0]
             path = folder / (rank_file(_STEM, rank, self.ranks.size) if several else OPTIMIZER)
@@ -194,9 +205,8 @@ def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: 
     reader.check(files[0], [*expected, *(block for blocks in errors for block in blocks)], random)
     weights, tensors, owed = _read_weights(folder, decoder), reader.read(expected), sums.owed(errors, reader.read)
     with torch.no_grad():
-        for block, (_, saved) in zip(hf_blocks(decoder), hf_views(weights), strict=True):
-            first = block.offset[0]
-            block.tensor.copy_(saved[first : first + len(block.tensor)])
+        for block, saved in zip(trained_blocks(decoder), weights, strict=True):
+            block.tensor.copy_(saved)
     for each, blocks in parts:
         each.restore({block.name: tensors.pop(block.name) for block in blocks}, updates)
     optimizer.restore(tensors, updates)
@@ -206,7 +216,26 @@ def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: 
         torch.cuda.set_rng_state(random[_CUDA_RNG])
 
 
-def _read_weights(folder: Path, decoder: Decoder) -> Decoder:
+def _read_weights(folder: Path, decoder: Decoder) -> Iterator[Tensor]:
+    """The rows that this process holds of every tensor, in the order of `trained_blocks`. Everything is checked first."""
+    if has_adapter(decoder):
+        return _read_adapter(folder, decoder)
+    saved = _read_model(folder, decoder)
+    rows = ((block.offset[0], len(block.tensor)) for block in hf_blocks(decoder))
+    return (view[first : first + n] for (first, n), (_, view) in zip(rows, hf_views(saved), strict=True))
+
+
+def _read_adapter(folder: Path, decoder: Decoder) -> Iterator[Tensor]:
+    files = rank_files(folder, ADAPTER_STEM) or [folder / ADAPTER_WEIGHTS]
+    prefix = "" if len(files) > 1 else PREFIX
+    blocks = [replace(block, name=prefix + block.name) for block in adapter_blocks(decoder)]
+    reader = BlockReader(files)
+    reader.check(files[0], blocks, ())
+    found = reader.read(blocks)
+    return (found[block.name] for block in blocks)
+
+
+def _read_model(folder: Path, decoder: Decoder) -> Decoder:
     dtype = decoder.embed.weight.dtype
     try:
         saved = load_folder(folder, dtype)

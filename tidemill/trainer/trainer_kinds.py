@@ -6,6 +6,7 @@ A new trainer is one module, with a subclass of `BaseTrainerSettings` and a func
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -14,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.core.config import Config
 from tidemill.core.registry import KindSettings, Registry
+from tidemill.models.adapter_config import AdapterConfig
 from tidemill.runtime.cpu_sharing import CoreShare
 from tidemill.weight_sync.sync_settings import BaseSyncSettings
 
@@ -97,6 +99,42 @@ class AdamWSettings(BaseTrainerSettings):
         return self
 
 
+class LoraSettings(Config):
+    """A low-rank adapter that is trained in place of the weights (LoRA, 2106.09685)."""
+
+    rank: int = Field(
+        default=16, ge=1, le=4096, description="Rank of the two matrices whose product is added to each target"
+    )
+    alpha: float = Field(default=32.0, gt=0, description="The product is scaled by alpha / rank")
+    targets: list[str] | str = Field(
+        default="all-linear",
+        description="Ends of the names of matrices with an adapter: ['q_proj', 'v_proj']. A string other than 'all-linear' "
+        "is a regular expression of whole names",
+    )
+    rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) instead (rank-stabilised, 2312.03732)")
+
+    @property
+    def config(self) -> AdapterConfig:
+        """The adapter that these settings describe."""
+        targets = self.targets if isinstance(self.targets, str) else tuple(self.targets)
+        return AdapterConfig(rank=self.rank, alpha=self.alpha, targets=targets, rslora=self.rslora)
+
+    @field_validator("targets")
+    @classmethod
+    def _readable(cls, given: list[str] | str) -> list[str] | str:
+        if isinstance(given, str) and given != "all-linear":
+            try:
+                re.compile(given)
+            except re.error as error:
+                raise ValueError(
+                    f"targets = {given!r} is no regular expression ({error}); expected 'all-linear', a list such as "
+                    "['q_proj', 'v_proj'], or a regular expression of whole names"
+                ) from None
+        if not given:
+            raise ValueError("targets is empty, so nothing would be trained; expected 'all-linear' or ['q_proj', 'v_proj']")
+        return given
+
+
 class TrainerSettings(AdamWSettings):
     """The native trainer: its ranks and what each of them holds."""
 
@@ -105,6 +143,9 @@ class TrainerSettings(AdamWSettings):
         default="zero2",
         description="Part that each of several ranks holds. none: all weights; zero2: a share of weights, gradients and "
         "moments, gathered once a call; zero3: the same, gathered layer by layer; hsdp: replicas, each sharded as by zero3",
+    )
+    lora: LoraSettings | None = Field(
+        default=None, description="Train a low-rank adapter and no other weights of the policy: trainer.lora.rank = 16"
     )
     replicas: int = Field(default=2, ge=2, description="Replicas under shard = 'hsdp'. Each has ranks / replicas ranks")
 

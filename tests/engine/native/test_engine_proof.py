@@ -25,7 +25,7 @@ from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
 from tidemill.engine.native import weight_updates
 from tidemill.engine.native.staged_weights import Staging, serve
 from tidemill.models.decoder import Decoder
-from tidemill.models.hf_weights import serving_slices
+from tidemill.models.hf_weights import hf_blocks, serving_slices
 from tidemill.models.piecewise import at_once
 from tidemill.models.served_weights import Contents, checked, words_of
 from tidemill.models.weight_slices import Slice
@@ -241,7 +241,7 @@ def test_names_that_do_not_cover_every_weight_are_refused(monkeypatch):
 
 def test_words_and_totals_tell_tensors_apart():
     one, other = Contents.of(decoder(), torch.float32), Contents.of(decoder(seed=1), torch.float32)
-    assert one == Contents.of(decoder(), torch.float32) and one.words == words_of(decoder())
+    assert one == Contents.of(decoder(), torch.float32) and one.words == words_of(hf_blocks(decoder()))
     random = [name for name in one.words if "norm" not in name]
     assert random and all(one.words[name] != other.words[name] and one.totals[name] != other.totals[name] for name in random)
     assert Contents.of(decoder(), torch.bfloat16).fingerprint != one.fingerprint

@@ -35,6 +35,7 @@ from tidemill.models.kernels import library
 from tidemill.models.kernels.cpu.compilation import Unavailable
 from tidemill.models.kernels.library import native
 from tidemill.models.logprobs import chunk_rows, token_logprobs
+from tidemill.models.lora import attach
 from tidemill.models.new_model import SIZES, ModelSize, fresh_model
 from tidemill.models.served_linear import Linear, gathering
 from tidemill.models.value_model import ValueModel
@@ -282,6 +283,30 @@ def test_activations_are_bounded(family: str, dtype: str, checkpointing: float, 
         alive += kept(2, plain)[0] - kept(1, plain)[0]
     said = trainer_memory.activations(arch, settings, sum(lengths))
     assert alive <= said <= 1.6 * alive
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_beside_an_adapter_are_bounded(dtype: str, checkpointing: bool):
+    wide = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 6}
+    arch, lengths = Architecture.from_dict(SHAPE | wide | FAMILIES["qwen3"]), [100, 60, 33, 20, 90, 90]
+    given = {"dtype": dtype, "checkpointing": checkpointing, "device": "cpu", "lora": {"rank": 32}}
+    settings = TrainerSettings.model_validate(given)
+    assert settings.lora is not None
+
+    def kept(layers: int, settings: TrainerSettings) -> int:
+        assert settings.lora is not None
+        decoder = empty_decoder(replace(arch, layers=layers, windows=arch.windows[:layers]))
+        decoder.initialise(torch.Generator())
+        attach(decoder, settings.lora.config)
+        return sum(kept_by(decoder, settings, lengths))
+
+    alive = kept(6, settings)
+    if checkpointing:
+        plain = settings.model_copy(update={"checkpointing": False})
+        alive += kept(2, plain) - kept(1, plain)
+    said = trainer_memory.activations(arch, settings, sum(lengths))
+    assert alive <= said <= 1.6 * alive, (alive, said)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ def warm_up_plan(config: RunConfig, devices: DevicePlan | None = None) -> RunPla
     threads = (given.trainer_threads, given.engine_threads) if config.deterministic else (each, cores)
     together = {"engines": 1, "reference_engines": 0, "trainer_threads": threads[0], "engine_threads": threads[1]}
     constant = {"lr": rate, "warmup_steps": RAMP_UPDATES, "schedule": "constant", "min_lr_ratio": 0.0}
+    constant |= {"lora": None}  # it makes the weights that an adapter is trained on
     known = type(config.trainer).model_fields
     changed = {
         "placement": given.model_copy(update=together),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
+from tidemill.algorithms.algorithm_settings import begins_as
 from tidemill.engine.native.cache_size import device_of
+from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.architecture import Architecture, matrices, parameters
 from tidemill.models.decoder import recomputed
 from tidemill.models.hf_weights import empty_decoder
 from tidemill.models.kernels.cpu.bindings import Native
 from tidemill.models.kernels.library import native
 from tidemill.models.logprobs import chunk_rows
+from tidemill.models.lora import attach
 from tidemill.models.trained_linear import floats_are_quicker, pairs_are_ours, prepares_sizes
 from tidemill.run.planner.device_plan import TRAINER
 from tidemill.run.planner.held_memory import ITEM, Held
@@ -39,11 +43,16 @@ def trainer_memory(
 ) -> list[Held]:
     """Memory of the trainer, with the models that are known and of their own. turns: it shares its device by turns."""
     own, asked, smaller = 4 * parameters(arch), config.reference, "a smaller model"
+    lora = config.trainer.lora if isinstance(config.trainer, TrainerSettings) else None
+    trained = 4 * sum(tensor_sizes(arch, lora and lora.config))
+    if lora is not None and begins_as(asked, None, str) is None:
+        reference = None  # it is the policy without its adapter
     if not isinstance(config.trainer, TrainerSettings):
         return [Held("weights; the rest is not known", own, smaller)]
     mine = TRAINER if turns else ""
-    held = [Held("weights", own, smaller), Held("gradients", own, smaller, turn=mine)]
-    held += _moments(arch, config.trainer, turns)
+    lighter = smaller if lora is None else "a lower trainer.lora.rank"
+    held = [Held("weights", own + (trained if lora else 0), smaller), Held("gradients", trained, lighter, turn=mine)]
+    held += _moments(tensor_sizes(arch, lora and lora.config), config.trainer, turns)
     moves = 0
     if asked is not None and reference is not None and not config.placement.reference_engines:
         held.append(Held("reference", 4 * parameters(reference), "a smaller algorithm.reference.model"))
@@ -53,10 +62,10 @@ def trainer_memory(
         size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
         lever = "algorithm.critic.model = 'policy'"
         held += [Held("critic", size, lever), Held("gradients of the critic", size, lever, turn=mine)]
-        held += _moments(replace(critic, tied=True), config.trainer, turns, " of the critic")
+        held += _moments(tensor_sizes(replace(critic, tied=True)), config.trainer, turns, " of the critic")
         moves += 3 * size
-    held.append(Held("copy while a checkpoint is written", 3 * own + moves, smaller, host=True, divided=True))
-    held += _sent(config, arch, own + size)
+    held.append(Held("copy while a checkpoint is written", 3 * trained + moves, smaller, host=True, divided=True))
+    held += _sent(config, arch, trained + size)
     settings = config.trainer
     plan, budget = plan_of(config, arch), settings.micro_batch_tokens
     every = plan.most_rows * plan.context
@@ -91,9 +100,9 @@ def _sent(config: RunConfig, arch: Architecture, trained: int) -> list[Held]:
     return held
 
 
-def _moments(arch: Architecture, settings: TrainerSettings, turns: bool, of: str = "") -> list[Held]:
-    """The moments of a model's weights, where they lie, and what a step of them takes."""
-    sizes, eight, away = tensor_sizes(arch), settings.moments == "int8", device_of(settings.device) != "cpu"
+def _moments(sizes: Sequence[int], settings: TrainerSettings, turns: bool, of: str = "") -> list[Held]:
+    """The moments of trained tensors of these sizes, where they lie, and what a step of them takes."""
+    eight, away = settings.moments == "int8", device_of(settings.device) != "cpu"
     size = sum(8 * n if n < SMALL or not eight else 2 * -(-n // BLOCK) * (BLOCK + 4) for n in sizes)
     host = away and settings.moments_on == "host"
     lever = " or ".join(
@@ -109,13 +118,16 @@ def _part_of_moments(arch: Architecture, settings: TrainerSettings) -> int:
     """Bytes of the numbers that are stepped at a time, where this is not done where the moments are held."""
     apart = settings.moments_on == "host" and device_of(settings.device) != "cpu"
     each = DECODED if settings.moments == "int8" else 8 if apart else 0
-    return each * min(PIECE, max(tensor_sizes(arch)))
+    return each * min(PIECE, max(tensor_sizes(arch, settings.lora and settings.lora.config)))
 
 
 @lru_cache(maxsize=16)
-def tensor_sizes(arch: Architecture) -> tuple[int, ...]:
-    """The numbers of each weight of a model."""
-    return tuple(weight.numel() for weight in empty_decoder(arch, device="meta").parameters())
+def tensor_sizes(arch: Architecture, lora: AdapterConfig | None = None) -> tuple[int, ...]:
+    """The numbers of each trained weight of a model: of its adapter, if only that is trained."""
+    decoder = empty_decoder(arch, device="meta")
+    if lora is not None:
+        attach(decoder, lora)
+    return tuple(weight.numel() for weight in decoder.parameters() if weight.requires_grad)
 
 
 def trainer_lanes(plan: RunPlan) -> int:
@@ -139,6 +151,9 @@ def activations(arch: Architecture, settings: TrainerSettings, tokens: int, lane
     else:
         layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8
         share = AUTOCAST if narrows else 1.0
+    if settings.lora is not None:  # its products keep what they read, and the results between A and B
+        adapted = tensor_sizes(arch, settings.lora.config)
+        layer += 2 * arch.hidden + arch.intermediate + sum(adapted) // (arch.layers * min(arch.hidden, arch.intermediate))
     copies = 2 * parameters(arch) if narrows else 0
     if narrows and on_cpu and pairs_are_ours():
         copies *= 2  # one for the forward products, one for the backward ones

@@ -1,0 +1,80 @@
+"""Runs that train an adapter: killed and gone on with, read by the commands, merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import tidemill
+from tidemill.cli.main import app
+from tidemill.envs.guess import ALPHABET
+from tidemill.models.adapter_config import ADAPTER_WEIGHTS, AdapterConfig
+from tidemill.models.hf_weights import hf_views, load_folder
+from tidemill.models.new_model import SIZES, fresh_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    fresh_model(folder, alphabet=ALPHABET, context=64, **SIZES["0.1m"])
+    return folder
+
+
+def train(model: Path, folder: Path, steps: int = 4, **more: Any) -> tidemill.Run:
+    how: dict[str, Any] = {
+        "trainer": {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "lr": 1e-2},
+        "rollout": {"groups": 4, "group_size": 2, "max_tokens": 2},
+        "algorithm": {"name": "grpo", "zero_variance": "keep", "reference": {"kl": 0.1}},
+        "eval": {"every": 0, "tasks": 1, "final_tasks": 1},
+        "record": {"checkpoint_every": 2, "trace": False, "probe_every": 1},
+        "scoring": {"accept": ["gold", "garbage"]},
+        "placement": "inline",
+        "deterministic": True,
+    }
+    env = {"kind": "guess", "low": 1, "high": 4, "turns": 2}
+    return tidemill.train(env, model, run_dir=folder, quiet=True, steps=steps, max_lag=0, **how | more)
+
+
+def test_a_run_goes_on_to_the_bit_and_commands_read_it(model: Path, tmp_path: Path) -> None:
+    whole, cut = train(model, tmp_path / "whole"), train(model, tmp_path / "cut", steps=2)
+    cut = train(model, tmp_path / "cut")
+    ours, theirs = (load_file(run.folder / "final-adapter" / ADAPTER_WEIGHTS) for run in (whole, cut))
+    assert ours and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any(tensor.abs().max() > 0 for name, tensor in ours.items() if "lora_B" in name), "it was trained"
+    assert whole.report["mismatch_lag0"]["max"] < 1e-4
+    base, final = dict(hf_views(load_folder(model))), dict(hf_views(load_folder(whole.final)))
+    moved = {name for name in base if not torch.equal(base[name], final[name])}
+    assert moved and all("q_proj" in name or "down_proj" in name for name in moved)
+
+    said = CliRunner().invoke(app, ["parity", str(whole.folder)])
+    assert said.exit_code == 0 and "what was recorded is what these weights say" in said.output, said.output
+    said = CliRunner().invoke(app, ["merge", str(whole.folder / "final-adapter"), str(tmp_path / "merged")])
+    assert said.exit_code == 0, said.output
+    merged = dict(hf_views(load_folder(tmp_path / "merged")))
+    assert all(torch.equal(merged[name], tensor) for name, tensor in final.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"targets": ["lm_head"]}, "name no matrix of this model's layers"),
+        ({"targets": []}, "targets is empty"),
+        ({"targets": "("}, "no regular expression"),
+        ({"rank": 0}, "rank"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_sentence(model: Path, tmp_path: Path, given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match="") as refused:
+        train(model, tmp_path / "run", trainer={"lora": given})
+    assert sentence in str(refused.value)
+
+
+def test_merge_asks_for_a_base_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(AdapterConfig(base="nowhere/at-all").to_json())
+    said = CliRunner().invoke(app, ["merge", str(tmp_path), str(tmp_path / "out")])
+    assert said.exit_code != 0 and not (tmp_path / "out").exists()
