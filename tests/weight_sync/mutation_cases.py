@@ -18,14 +18,17 @@ import torch
 
 from tidemill.controller.engine_pool import EnginePool, Member, PoolPublisher
 from tidemill.core.config import build
-from tidemill.core.interfaces import Chat
+from tidemill.core.errors import PolicyMismatch, TransferFailed
+from tidemill.core.interfaces import Capabilities, Chat
 from tidemill.core.types import LossSpec, Outcome, Sample, Score, Task, Trajectory, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
+from tidemill.engine.verified_weights import received_weights
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.decoder import Decoder
 from tidemill.models.new_model import SIZES, architecture
+from tidemill.models.weight_slices import Receiver
 from tidemill.observability.console import ProgressDisplay
 from tidemill.run.recipe import RunConfig
 from tidemill.run.session import run
@@ -77,18 +80,46 @@ class Published:
         raise NotImplementedError
 
 
+class Receiving:
+    """What an engine does with an update before anything is loaded: its rank's own part, without a server."""
+
+    def __init__(self, receiver: Receiver, by: str) -> None:
+        self._receiver, self._by = receiver, by
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities(48, updates=self._receiver.takes)
+
+    async def update(self, update: WeightUpdate) -> Version:
+        return await asyncio.to_thread(self._vllm if self._by == "vllm" else self._server, update)
+
+    def _server(self, update: WeightUpdate) -> Version:  # of sglang and transformers
+        received_weights(self._receiver, update, "engine-0")
+        return update.version
+
+    def _vllm(self, update: WeightUpdate) -> Version:
+        from tidemill_vllm.received_weights import ReceivedUpdate
+
+        received = ReceivedUpdate(update.for_process(0), self._receiver)
+        received.wait()
+        if received.error:
+            raise TransferFailed(received.error) if received.lost else PolicyMismatch(received.error)
+        return update.version
+
+    async def close(self) -> None: ...
+
+
 @dataclass
 class Steps(Published):
     """Publish, compute a gradient, step: as the controller does, which ends with the first error."""
 
     served: list[int] = field(default_factory=list)
 
-    def until(self, transport: str, *, engine: dict[str, Any] | None = None, full_every: int = 1) -> int:
-        """Take all steps; their number."""
-        asyncio.run(self._go(transport, engine or {}, full_every))
+    def until(self, transport: str, *, engine: dict[str, Any] | None = None, full_every: int = 1, by: str = "native") -> int:
+        """Take all steps; their number. by: what receives, the native engine or what engines with servers have."""
+        asyncio.run(self._go(transport, engine or {}, full_every, by))
         return self.applied
 
-    async def _go(self, transport: str, engine: dict[str, Any], full_every: int) -> None:
+    async def _go(self, transport: str, engine: dict[str, Any], full_every: int, by: str) -> None:
         arch = architecture(SIZES["0.1m"], vocab=VOCAB, context=48, ends={})
         models = [Decoder(arch), Decoder(arch)]
         for model in models:
@@ -97,7 +128,9 @@ class Steps(Published):
         settings = TrainerSettings(device="cpu", lr=1e-2)
         trainer = NativeTrainer(models[0], settings, steps=STEPS, sender=make_sender(sync, self.folder / "weights"))
         chosen, receiver = EngineSettings(device="cpu", max_sequences=4, **engine), make_receiver(transport)
-        served = NativeEngine(models[1], chosen, receiver=receiver, version=Version(-1), name="engine-0", eos_ids=())
+        served: Any = Receiving(receiver, by)
+        if by == "native":
+            served = NativeEngine(models[1], chosen, receiver=receiver, version=Version(-1), name="engine-0", eos_ids=())
         try:
             pool = EnginePool([Member("engine-0", served, await served.capabilities())])
             publisher = PoolPublisher(trainer, pool)

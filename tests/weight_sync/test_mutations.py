@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from live_cases import form
-from mutation_cases import SICK, TRANSPORTS, Steps, assert_nothing_after
+from mutation_cases import SICK, STEPS, TRANSPORTS, Steps, assert_nothing_after
 
 from tidemill.core import fault_injection
 from tidemill.core.errors import PolicyMismatch
@@ -35,6 +35,7 @@ from tidemill.weight_sync.live_ends import LiveEnd
 from tidemill.weight_sync.manifest import WeightManifest
 from tidemill.weight_sync.shared_memory_transport import SharedMemorySender
 
+PLUGIN = Path(__file__).parents[2] / "vllm_plugin"
 STORED = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}
 Q, Q1, OUT = (f"model.layers.{i}.self_attn.{name}_proj.weight" for i, name in ((0, "q"), (1, "q"), (1, "o")))
 
@@ -153,6 +154,21 @@ def test_a_transport_that_writes_something_else(tiny: Steps, name: str, transpor
     if name == "an old version":
         assert "still serving policy@v1" in str(raised.value)
     assert_nothing_after(tiny)
+
+
+@pytest.mark.parametrize("by", ["vllm", "server"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_engines_with_servers_refuse_all_of_them_before_they_load(tiny: Steps, transport: str, by: str) -> None:
+    """What vLLM's ranks do with an update, and what stands before SGLang's and transformers' loading."""
+    tiny.monkeypatch.syspath_prepend(str(PLUGIN))
+    assert Steps(tiny.folder / "sound", tiny.monkeypatch).until(transport, by=by) == STEPS
+    for name in (name for name in CHANGES if name != "one tensor twice"):
+        with pytest.MonkeyPatch.context() as patch:
+            seen = Steps(tiny.folder / name.replace(" ", "-"), patch)
+            sent_otherwise(seen, transport, CHANGES[name])
+            with pytest.raises(PolicyMismatch, match=r"fingerprint|missing|policy@v"):
+                seen.until(transport, by=by)
+        assert_nothing_after(seen)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
