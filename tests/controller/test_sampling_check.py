@@ -39,13 +39,15 @@ class Fake:
     top_k: int = 0
     served: Version = NOW
     asked: int = 0
+    context: int = 64
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.asked += 1
         assert request.params.ignore_eos and not request.params.stop_ids
         rng, tokens, logprobs = np.random.default_rng(request.params.seed), request.tokens.tolist(), list[float]()
         supports = list[Array]()
-        for _ in range(request.params.max_tokens):
+        assert len(tokens) < self.context, "an engine refuses it"
+        for _ in range(min(request.params.max_tokens, self.context - len(tokens))):
             row = log_softmax(logits_after(np.array(tokens), self.vocab) / request.params.temperature)
             if self.top_k:
                 kept = np.argsort(-row)[: self.top_k]
@@ -77,7 +79,23 @@ class Fake:
         return found
 
     async def check(self, params: SamplingParams = SamplingParams(), dtype: str = "float32") -> None:
-        await check_sampling(self.generate, self.forward, params, self.vocab, NOW, dtype, ["engine.options.quantization"])
+        await check_sampling(
+            self.generate,
+            self.forward,
+            params,
+            self.vocab,
+            NOW,
+            dtype,
+            ["engine.options.quantization"],
+            context=self.context,
+        )
+
+
+@pytest.mark.parametrize("context", [2, 4, 5, 9, 24])
+async def test_it_fits_any_context(context: int) -> None:
+    await Fake(context=context).check()
+    with pytest.raises(ConfigError, match="quantization"):
+        await Fake(context=context, said=lambda logprobs: logprobs - 0.01).check()
 
 
 def warmer(by: float) -> Callable[[Array], Array]:
@@ -158,7 +176,9 @@ def test_chance_alone_fails_about_as_rarely_as_it_says() -> None:
 
 async def test_a_distribution_that_is_too_even_gives_no_verdict() -> None:
     even = Fake(vocab=4000)
-    report = await compare_sampling(even.generate, even.forward, SamplingParams(temperature=50.0), 4000, "policy")
+    report = await compare_sampling(
+        even.generate, even.forward, SamplingParams(temperature=50.0), 4000, "policy", context=64
+    )
     assert not report.fault(GROSS["float32"]) and report.freedom <= 2
 
 

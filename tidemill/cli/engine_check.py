@@ -99,7 +99,8 @@ async def _checked(config: RunConfig, engine: Engine, trainer: NativeTrainer, dt
     except PolicyMismatch as error:
         return EngineCheck(kind, PROOFS[can.proof], audit="what it serves is not what was published", fault=str(error))
     params = _params(config, can)
-    report = await compare_sampling(engine.generate, trainer.forward, params, trainer.decoder.arch.vocab, "policy")
+    sampled = engine.generate, trainer.forward, params, trainer.decoder.arch.vocab, "policy"
+    report = await compare_sampling(*sampled, context=can.context)
     return EngineCheck(kind, PROOFS[can.proof], audit, report, report.fault(GROSS[dtype]))
 
 

@@ -71,12 +71,15 @@ class SamplingReport:
 
 
 async def compare_sampling(
-    generate: Generate, forward: Forward, params: SamplingParams, vocab: int, policy: str, seed: int = 0
+    generate: Generate, forward: Forward, params: SamplingParams, vocab: int, policy: str, seed: int = 0, *, context: int
 ) -> SamplingReport:
-    """Sample many short replies with `params`, and compare them with what `forward` says of their tokens."""
+    """Sample many short replies with `params`, and compare them with what `forward` says of their tokens.
+
+    context: tokens that a sequence may hold; prompts are cut to it, and so are replies if it is as short as one.
+    """
     asked = replace(params, max_tokens=DEPTH, stop_ids=(), ignore_eos=True)
     report = SamplingReport()
-    for number, prompt in enumerate(_prompts(vocab, seed)):
+    for number, prompt in enumerate(_prompts(vocab, seed, max(1, context - DEPTH))):
         seeds = [derive_seed("sampling check", seed, number, i) for i in range(SEEDS)]
         requests = [GenerateRequest(prompt, replace(asked, seed=each), policy) for each in seeds]
         replies = list[Completion]()
@@ -97,6 +100,8 @@ async def check_sampling(
     served: Version,
     dtype: str,
     names: Sequence[str],
+    *,
+    context: int,
 ) -> SamplingReport:
     """Raise ConfigError if engines do not sample what the trainer computes.
 
@@ -109,16 +114,17 @@ async def check_sampling(
             raise PolicyMismatch(f"engines serve {served}, and sampled from {', '.join(map(str, completion.sources))}")
         return completion
 
-    report = await compare_sampling(stamped, forward, params, vocab, served.policy)
+    report = await compare_sampling(stamped, forward, params, vocab, served.policy, context=context)
     if fault := report.fault(GROSS[dtype]):
         raise ConfigError(f"{', '.join(names)}: with this, {fault}; leave it out, or give another value")
     return report
 
 
-def _prompts(vocab: int, seed: int) -> list[np.ndarray]:
-    """A prompt that repeats itself, so that drafts are found, and one that does not."""
+def _prompts(vocab: int, seed: int, most: int) -> list[np.ndarray]:
+    """A prompt that repeats itself, so that drafts are found, and one that does not; of `most` tokens at most."""
     rng = np.random.default_rng(seed)
-    return [np.resize(rng.integers(0, vocab, 5), 23).astype(np.int32), rng.integers(0, vocab, 16).astype(np.int32)]
+    both = np.resize(rng.integers(0, vocab, 5), 23), rng.integers(0, vocab, 16)
+    return [prompt[:most].astype(np.int32) for prompt in both]
 
 
 async def _compare_logprobs(
@@ -138,7 +144,7 @@ async def _compare_frequencies(
 ) -> None:
     """Add the chi-square of each next token, along the tokens that were sampled most often."""
     context = np.asarray(prompt)
-    for depth in range(DEPTH):
+    for depth in range(len(replies[0].tokens)):
         seen = Counter(int(reply.tokens[depth]) for reply in replies)
         support = _support_at(replies[0], depth)
         candidates = support if support is not None else np.arange(vocab) if vocab <= WHOLE else np.array(sorted(seen))

@@ -251,8 +251,9 @@ def _sampling_check(session: Session, cluster: Cluster) -> Callable[[Version], A
     async def served(version: Version) -> None:
         if left:
             params = left.pop()
-            dtype = session.plan.coarsest
-            report = await check_sampling(generate, forward, params, model.vocab, version, dtype, names)
+            asked = params, model.vocab, version, session.plan.coarsest, names
+            context = min(can.context for can in cluster.capabilities)
+            report = await check_sampling(generate, forward, *asked, context=context)
             session.record_event("sampling_checked", {"settings": names, **report.detail()})
 
     return served

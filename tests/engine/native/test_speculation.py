@@ -310,7 +310,7 @@ async def test_the_sampling_check_of_runs_finds_nothing() -> None:
     """Replies with drafts are samples of the model, with its logprobs."""
     trainer = NativeTrainer(habitual(), TrainerSettings(device="cpu"), steps=1)
     async with serving("rollouts", max_sequences=16) as drafting:
-        report = await compare_sampling(drafting.generate, trainer.forward, SamplingParams(), VOCAB, "policy")
+        report = await compare_sampling(drafting.generate, trainer.forward, SamplingParams(), VOCAB, "policy", context=64)
         assert (await counters(drafting))["accepted_tokens"] > 200
     await trainer.close()
     assert report.fault(GROSS["float32"]) == "" and report.freedom > 20 and report.gap.metrics()["logprob_gap"] < 1e-5

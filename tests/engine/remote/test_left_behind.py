@@ -23,8 +23,8 @@ SERVER = """
 import multiprocessing, os, sys, tempfile, time
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
+resource_tracker.register = lambda *a: None  # else the tracker may remove it before it is killed, too
 memory, lock = shared_memory.SharedMemory(create=True, size=4096), multiprocessing.Lock()
-resource_tracker.unregister = lambda *a: None
 own = Path(tempfile.mkdtemp(prefix="vllm_dist_"))
 Path(sys.argv[1]).with_suffix(".part").write_text(f"{os.getpid()} {memory.name} {own}")
 Path(sys.argv[1]).with_suffix(".part").rename(sys.argv[1])
