@@ -87,7 +87,7 @@ class Rank:
     async def forward_backward(self, samples: list[Sample], losses: Any) -> TrainResult:
         return TrainResult({"tokens": float(len(samples)), f"own/{self.number}": 1.0}, await self.forward(samples))
 
-    async def publish(self, version: Version) -> WeightUpdate:
+    async def publish(self, version: Version, full: bool = False) -> WeightUpdate:
         await self._answer()
         named, part = Version(version.step, fingerprint=self.announced), WeightPart("memory", str(self.number), 5)
         return WeightUpdate(named, (part,), "delta" if self.base else "full", self.base, note="n")

@@ -101,7 +101,7 @@ class Process:
         self.bits = hash((self.bits, self.weights[-1], self.world.rounding * self.number))
         return {}
 
-    async def publish(self, version: Version) -> WeightUpdate:
+    async def publish(self, version: Version, full: bool = False) -> WeightUpdate:
         assert version.step == len(self.weights), "other weights than these"
         await self._work("publish")
         named = replace(version, fingerprint=f"{self.bits:x}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_logits_gradients_and_files_are_those_of_peft(name: str, tmp_path: Path)
         assert (own[tensor.data_ptr()] - expected[key]).abs().max() <= 3e-5 * max(1.0, expected[key].abs().max())
     assert all(p.grad is None for p in decoder.parameters() if not p.requires_grad)
 
-    save_adapter(blocks, config, tmp_path / "adapter", "base")
+    save_adapter(blocks, replace(config, base="base"), tmp_path / "adapter")
     again = load_folder(tmp_path / "base")
     assert load_adapter(again, tmp_path / "adapter").base == "base"
     assert all(torch.equal(tensor, blocks[block.name]) for block in adapter_blocks(again) for tensor in [block.tensor])
@@ -100,7 +101,9 @@ def test_peft_reads_what_is_written(name: str, tmp_path: Path) -> None:
     config = load_adapter(decoder, tmp_path / "adapter")
     ours = tmp_path / "ours"
     ours.mkdir()
-    save_adapter({block.name: block.tensor for block in adapter_blocks(decoder)}, config, ours, str(tmp_path / "base"))
+    save_adapter(
+        {block.name: block.tensor for block in adapter_blocks(decoder)}, replace(config, base=str(tmp_path / "base")), ours
+    )
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(ours))
     theirs.save_pretrained(tmp_path / "again")
     first, second = (load_file(folder / ADAPTER_WEIGHTS) for folder in (ours, tmp_path / "again"))
@@ -131,8 +134,11 @@ def test_a_new_adapter_changes_nothing_and_trains_alone() -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
-        ({"r": 0}, "r = 0, expected a whole number above 0"),
+        ({"r": 0}, "r = 0, expected a whole number above 0, 1,000,000 at most"),
         ({"r": 2.5}, "r = 2.5"),
+        ({"r": 10**9}, "r = 1000000000, expected a whole number"),
+        ({"lora_dropout": "a lot"}, "lora_dropout = 'a lot', expected a number from 0"),
+        ({"target_modules": []}, "target_modules is []"),
         ({"target_modules": ["q_proj", "lm_head"]}, "target 'lm_head' is no matrix"),
         ({"target_modules": ["embed_tokens"]}, "name no matrix of this model's layers"),
         ({"target_modules": "("}, "is no regular expression"),
@@ -159,7 +165,7 @@ def test_damaged_tensors_are_refused(tmp_path: Path) -> None:
     key = min(tensors)
     for damaged, sentence in (
         (tensors | {key: tensors[key] * float("nan")}, "NaN or infinity"),
-        (tensors | {key: tensors[key].to(torch.int8)}, "is I8"),
+        (tensors | {key: tensors[key].to(torch.int8)}, "int8"),
     ):
         save_file(damaged, path)
         with pytest.raises(UnsupportedModel, match=sentence):

@@ -986,8 +986,8 @@ FAULTS = [
     ),
     Fault(
         "weights that are no numbers are served",
-        "                if not _finite(tensor):\n",
-        "                if False:\n",
+        "            if not _finite(tensor):\n",
+        "            if False:\n",
         "models/test_folders.py::test_weights_that_are_no_numbers_are_refused_with_their_name",
     ),
     Fault(

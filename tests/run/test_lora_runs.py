@@ -14,6 +14,7 @@ import tidemill
 from tidemill.cli.main import app
 from tidemill.envs.guess import ALPHABET
 from tidemill.models.adapter_config import ADAPTER_WEIGHTS, AdapterConfig
+from tidemill.models.adapter_files import PREFIX, read_tensors
 from tidemill.models.hf_weights import hf_views, load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 
@@ -57,6 +58,29 @@ def test_a_run_goes_on_to_the_bit_and_commands_read_it(model: Path, tmp_path: Pa
     assert said.exit_code == 0, said.output
     merged = dict(hf_views(load_folder(tmp_path / "merged")))
     assert all(torch.equal(merged[name], tensor) for name, tensor in final.items())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shard", ["none", "zero2", "zero3"])
+def test_ranks_save_an_adapter_that_one_rank_goes_on_with(model: Path, tmp_path: Path, shard: str) -> None:
+    lora = {"rank": 3, "targets": ["q_proj", "down_proj"]}
+    several = {
+        "trainer": {"lora": lora, "lr": 1e-2, "ranks": 2, "shard": shard},
+        "placement": "local",
+        "deterministic": False,
+    }
+    first = train(model, tmp_path / "run", steps=2, **several)
+    saved = read_tensors(first.folder / "checkpoints" / "step-000002" / "trainer")
+    exported = load_file(first.folder / "final-adapter" / ADAPTER_WEIGHTS)
+    assert len(saved) == 8 and all(torch.equal(saved[name.removeprefix(PREFIX)], exported[name]) for name in exported)
+    base, final = dict(hf_views(load_folder(model))), dict(hf_views(load_folder(first.final)))
+    assert {name for name in base if not torch.equal(base[name], final[name])} <= {f"{n[:-14]}.weight" for n in saved}
+    assert CliRunner().invoke(app, ["parity", str(first.folder)]).exit_code == 0
+
+    alone = {"trainer": {"lora": lora, "lr": 1e-2}, "placement": "local", "deterministic": False}
+    assert train(model, tmp_path / "run", steps=4, **alone).complete
+    went_on = load_file(first.folder / "final-adapter" / ADAPTER_WEIGHTS)
+    assert any(not torch.equal(went_on[name], exported[name]) for name in exported)
 
 
 @pytest.mark.parametrize(

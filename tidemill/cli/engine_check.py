@@ -75,21 +75,24 @@ async def check_engine(config: RunConfig, folder: Path) -> EngineCheck | None:
         trainer = NativeTrainer(load_folder(folder), trained, steps=1, sender=sender)
         transport = SyncSettings().kind_name
         spec = EngineSpec(model=folder, engine=settings, transport=transport, logs=Path(place))
+        can: Capabilities | None = None
         try:
             async with asyncio.timeout(LONG_S):
                 engine = build_engine(spec)
                 try:
-                    return await _checked(config, engine, trainer, dtype)
+                    can = await engine.capabilities()  # it has started
+                    return await _checked(config, engine, can, trainer, dtype)
                 finally:
                     await engine.close()
         except (ConfigError, EngineFailed, TimeoutError) as error:
-            return EngineCheck(kind, "", missing=str(error).partition("\n")[0] or f"it took longer than {LONG_S:g} s")
+            why = str(error).partition("\n")[0] or f"it took longer than {LONG_S:g} s"
+            return EngineCheck(kind, "", missing=why) if can is None else EngineCheck(kind, PROOFS[can.proof], fault=why)
         finally:
             await trainer.close()
 
 
-async def _checked(config: RunConfig, engine: Engine, trainer: NativeTrainer, dtype: str) -> EngineCheck:
-    kind, can, audit = config.engine.kind_name, await engine.capabilities(), ""
+async def _checked(config: RunConfig, engine: Engine, can: Capabilities, trainer: NativeTrainer, dtype: str) -> EngineCheck:
+    kind, audit = config.engine.kind_name, ""
     try:
         if "full" in can.updates.kinds:
             await engine.update(await trainer.publish(Version(0)))

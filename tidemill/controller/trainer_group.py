@@ -111,7 +111,7 @@ class TrainerGroup:
         return (await self._all(lambda i, rank: rank.apply(scale)))[0]
 
     async def publish(self, version: Version, full: bool = False) -> WeightUpdate:
-        updates = await self._all(lambda i, rank: rank.publish(version, full) if full else rank.publish(version))
+        updates = await self._all(lambda i, rank: rank.publish(version, full))
         first = updates[0]
         if other := next((each for each in updates if each.version.exact != first.version.exact), None):
             raise PolicyMismatch(f"ranks of the trainer announce {first.version.exact} and {other.version.exact}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,19 @@ def remove_left(folder: Path, marker: str) -> bool:
     else:
         folder.rmdir()
     return True
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, which takes its place when the context ends without an error, and else is removed."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        put_in_place(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already when it was moved
 
 
 def put_in_place(partial: Path, folder: Path) -> None:

@@ -19,6 +19,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EVERY = "all-linear"  # PEFT's word for all matrices of the layers
+MOST = 1_000_000  # of a number in a configuration; more is a mistake
 NEUTRAL: Mapping[str, Sequence[Any]] = {  # settings that are refused unless they have one of these values
     "bias": ("none",),
     "use_dora": (False,),
@@ -89,13 +90,13 @@ class AdapterConfig:
         return cls(
             rank=_number(path, raw, "r", 8, int),
             alpha=_number(path, raw, "lora_alpha", 8, float),
-            targets=_names(path, raw, "target_modules") or PROJECTIONS,
+            targets=_targets(path, raw),
             excluded=_names(path, raw, "exclude_modules"),
             layers=_layers(path, raw),
             rslora=raw.get("use_rslora") is True,
             rank_pattern=_pattern(path, raw, "rank_pattern", int),
             alpha_pattern=_pattern(path, raw, "alpha_pattern", float),
-            dropout=float(raw.get("lora_dropout") or 0.0),
+            dropout=_number(path, raw, "lora_dropout", 0.0, float, least=0.0),
             base=str(raw.get("base_model_name_or_path") or ""),
         )
 
@@ -135,11 +136,19 @@ def _by_pattern(pattern: Mapping[str, float], module: str, default: float) -> fl
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
-def _number(path: Path, raw: dict[str, Any], name: str, default: float, kind: type) -> Any:
+def _number(path: Path, raw: dict[str, Any], name: str, default: float, kind: type, least: float = 1e-9) -> Any:
     value = raw.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or kind(value) != value:
-        raise UnsupportedModel(f"{path}: {name} = {value!r:.80}, expected a {'whole ' * (kind is int)}number above 0")
+    known = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= MOST
+    if not known or kind(value) != value:
+        expected = f"a {'whole ' * (kind is int)}number {'above' if least else 'from'} 0, {MOST:,} at most"
+        raise UnsupportedModel(f"{path}: {name} = {value!r:.80}, expected {expected}")
     return kind(value)
+
+
+def _targets(path: Path, raw: dict[str, Any]) -> tuple[str, ...] | str:
+    if not (found := _names(path, raw, "target_modules")):
+        raise UnsupportedModel(f"{path}: target_modules is {raw.get('target_modules')!r}; expected names of modules")
+    return found
 
 
 def _names(path: Path, raw: dict[str, Any], name: str) -> tuple[str, ...] | str:

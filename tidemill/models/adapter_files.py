@@ -5,27 +5,26 @@ A tensor `MODULE.lora_A.weight` here is `base_model.model.MODULE.lora_A.weight` 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tidemill.core.atomic_files import put_in_place
-from tidemill.core.errors import UnsupportedModel
+from tidemill.core.atomic_files import whole_folder
+from tidemill.core.errors import CheckpointError, PolicyMismatch, UnsupportedModel
 from tidemill.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig
-from tidemill.models.block_files import BlockReader, rank_files
+from tidemill.models.block_files import rank_files
 from tidemill.models.decoder import Decoder
+from tidemill.models.hf_files import file_slices
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.lora import A, B, Factors, adapter_blocks, attach, merge
+from tidemill.models.weight_slices import whole_tensors
 
 ADAPTER_STEM = "adapter"  # of the files of several ranks
 PREFIX = "base_model.model."
-_DTYPES = ("F32", "BF16", "F16")
 
 
 def load_adapter(decoder: Decoder, folder: str | Path) -> AdapterConfig:
@@ -41,39 +40,36 @@ def load_adapter(decoder: Decoder, folder: str | Path) -> AdapterConfig:
 
 
 def load_merged(folder: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The model of a folder: a Hugging Face model, or an adapter added to the base that its configuration names."""
+    """The model of a folder: a Hugging Face model, or an adapter added to its base. Raises UnsupportedModel."""
     if not (Path(folder) / ADAPTER_CONFIG).is_file():
         return load_folder(folder, dtype)
-    base = AdapterConfig.from_folder(folder).base
-    if not Path(base).is_dir():
-        raise UnsupportedModel(f"{folder} holds an adapter of the model {base!r}, which is no folder here")
-    decoder = load_folder(base)
+    decoder = load_folder(base_of(folder))
     load_adapter(decoder, folder)
     merge(decoder)
     return decoder.to(dtype)
 
 
+def base_of(folder: str | Path, named: str = "") -> Path:
+    """The folder of an adapter's base model. named: in place of what the adapter's configuration names."""
+    base = named or AdapterConfig.from_folder(folder).base
+    for path in (Path(base).expanduser(), Path(folder) / base):
+        if base and path.is_dir():
+            return path
+    what = f"its base model {base!r} is no folder here" if base else f"{ADAPTER_CONFIG} names no base model"
+    raise UnsupportedModel(f"{folder}: {what}; give the base's folder, as in `tidemill merge ADAPTER OUT --base FOLDER`")
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of an adapter's folder, without PEFT's prefix. Raises UnsupportedModel if they cannot be read."""
-    if files := rank_files(folder, ADAPTER_STEM):
-        reader = BlockReader(files)
-        return reader.read(reader.wholes())
-    path = folder / ADAPTER_WEIGHTS
-    if not path.is_file():
-        pickled = " (convert its .bin file with save_pretrained of PEFT)" if any(folder.glob("adapter_model.bin")) else ""
-        raise UnsupportedModel(f"{folder}: no {ADAPTER_WEIGHTS} there{pickled}")
-    found = dict[str, Tensor]()
     try:
-        with safe_open(path, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                if (dtype := tensors.get_slice(name).get_dtype()) not in _DTYPES:
-                    raise UnsupportedModel(f"{path}: {name} is {dtype}; expected {', '.join(_DTYPES)}")
-                found[name.removeprefix(PREFIX)] = tensor = tensors.get_tensor(name)
-                if not torch.isfinite(tensor).all():
-                    raise UnsupportedModel(f"{path}: {name} holds NaN or infinity; save the adapter again")
-    except (OSError, SafetensorError) as error:
-        raise UnsupportedModel(f"{path}: {error}") from None
-    return found
+        files = rank_files(folder, ADAPTER_STEM) or [folder / ADAPTER_WEIGHTS]
+        if not files[0].is_file():
+            pickled = " (convert its .bin file with save_pretrained of PEFT)" if any(folder.glob("*.bin")) else ""
+            raise UnsupportedModel(f"{folder}: no {ADAPTER_WEIGHTS} there{pickled}")
+        pieces = [piece for file in files for piece in file_slices(file, folder)]
+        return whole_tensors(replace(piece, name=piece.name.removeprefix(PREFIX)) for piece in pieces)
+    except (CheckpointError, PolicyMismatch) as error:  # files of ranks that are not all there
+        raise UnsupportedModel(str(error)) from None
 
 
 @torch.no_grad()
@@ -99,26 +95,15 @@ def fill(decoder: Decoder, tensors: Mapping[str, Tensor], where: str) -> None:
 
 def export_adapter(factors: Factors, config: AdapterConfig, folder: Path) -> None:
     """Write whole adapters to a folder, in place of an earlier one, which appears when it is complete."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-    partial.mkdir(parents=True)
-    try:
-        named = {name.removesuffix("weight"): (a, b) for name, (a, b, _) in factors.items()}
+    named = {name.removesuffix("weight"): (a, b) for name, (a, b, _) in factors.items()}
+    with whole_folder(folder) as partial:
         save_adapter({f"{m}{k}": t for m, pair in named.items() for k, t in zip((A, B), pair, strict=True)}, config, partial)
-        put_in_place(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already when it was moved
 
 
-def save_adapter(
-    tensors: Mapping[str, Tensor], config: AdapterConfig, folder: Path, base: str = "", *, empty: bool = False
-) -> None:
-    """Write an adapter into a folder that exists.
-
-    base: name or folder of the model that it belongs to. empty: only the configuration, as others write the tensors.
-    """
-    (folder / ADAPTER_CONFIG).write_text((replace(config, base=base) if base else config).to_json())
-    if empty:
+def save_adapter(tensors: Mapping[str, Tensor], config: AdapterConfig, folder: Path) -> None:
+    """Write an adapter into a folder that exists; without tensors, as ranks write those, the configuration alone."""
+    (folder / ADAPTER_CONFIG).write_text(config.to_json())
+    if not tensors:
         return
     given = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(given, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

@@ -79,15 +79,6 @@ class BlockReader:
     def names(self) -> Iterable[str]:
         return self._held.keys()
 
-    def wholes(self) -> list[Slice]:
-        """A block for each tensor, of all its rows. Raises CheckpointError if some are missing."""
-        try:
-            self._coverage.complete()
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
-        found = self._coverage.tensors.items()
-        return [Slice.whole(name, torch.empty(seen.shape, dtype=seen.dtype)) for name, seen in found]
-
     def _add(self, file: Path, name: str, header: Any, places: dict[str, tuple[tuple[int, ...], int]]) -> None:
         size, dtype = tuple(header.get_shape()), _DTYPES.get(header.get_dtype())
         if dtype is None:

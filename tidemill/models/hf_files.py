@@ -52,22 +52,26 @@ def folder_slices(folder: Path) -> Iterator[Slice]:
 
     Raises UnsupportedModel for a file that cannot be read, and for a tensor that holds NaN or infinity.
     """
-    for file in weight_files(folder):
-        with _opened(file, folder) as tensors:
-            places = places_in(tensors)
-            for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                _expect_dtype(file, name, tensors.get_slice(name).get_dtype())
-                tensor = tensors.get_tensor(name)
-                if not _finite(tensor):
-                    raise UnsupportedModel(
-                        f"{file}: {name} holds NaN or infinity: the file is damaged, or the training that wrote it "
-                        "diverged; take an earlier checkpoint, or save the model again"
-                    )
-                if name in places:
-                    shape, first = places[name]
-                    yield Slice(name, shape, (first, *(0,) * (len(shape) - 1)), tensor)
-                else:
-                    yield Slice.whole(name, tensor)
+    return (piece for file in weight_files(folder) for piece in file_slices(file, folder))
+
+
+def file_slices(file: Path, folder: Path) -> Iterator[Slice]:
+    """Every tensor of one file of a folder; raises as `folder_slices`."""
+    with _opened(file, folder) as tensors:
+        places = places_in(tensors)
+        for name in tensors.keys():  # noqa: SIM118  (not a dict)
+            _expect_dtype(file, name, tensors.get_slice(name).get_dtype())
+            tensor = tensors.get_tensor(name)
+            if not _finite(tensor):
+                raise UnsupportedModel(
+                    f"{file}: {name} holds NaN or infinity: the file is damaged, or the training that wrote it "
+                    "diverged; take an earlier checkpoint, or save the model again"
+                )
+            if name in places:
+                shape, first = places[name]
+                yield Slice(name, shape, (first, *(0,) * (len(shape) - 1)), tensor)
+            else:
+                yield Slice.whole(name, tensor)
 
 
 def check_headers(folder: Path, expected: Mapping[str, tuple[int, ...]], aside: Iterable[str] = ()) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tidemill.core.atomic_files import put_in_place
+from tidemill.core.atomic_files import whole_folder
 from tidemill.core.errors import UnsupportedModel
 from tidemill.models.architecture import INDEX, OTHER_FILES, TOKENIZER_FILES, Architecture
 from tidemill.models.decoder import Decoder, Layer
@@ -263,11 +263,9 @@ def save_folder(
 ) -> None:
     """Write a Hugging Face folder: weights in `dtype`, configuration and tokenizer.
 
-    tensors: those to write, by name. None: the decoder's.
-
     The tokenizer and the generation configuration are copied from the folder `tokenizer_from`. score: [1, D]; with it,
     the folder is one for sequence classification, without the language-model head. pad: the padding id, which
-    transformers skips to find a row's last token.
+    transformers skips to find a row's last token. tensors: those to write, by name; None: the decoder's.
 
     Everything is written beside `folder`, as `.NAME.partial`, flushed to disk, and moved there by rename. A model folder
     that is there already is replaced. Raises ValueError if `folder` holds anything else, or `tokenizer_from` holds no
@@ -275,16 +273,9 @@ def save_folder(
     """
     folder = Path(folder).resolve()
     _check_replaceable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-    partial.mkdir()
-    try:
-        tensors = scored_tensors(decoder, score) if tensors is None else tensors
+    tensors = scored_tensors(decoder, score) if tensors is None else tensors
+    with whole_folder(folder) as partial:
         write_model(partial, decoder.arch, tensors, tokenizer_from, dtype, max_shard_bytes, score is not None, pad)
-        put_in_place(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already when it was moved
 
 
 def scored_tensors(decoder: Decoder, score: Tensor | None) -> Iterator[tuple[str, Tensor]]:

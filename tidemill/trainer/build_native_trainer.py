@@ -46,7 +46,8 @@ def assemble(
     torch.manual_seed(spec.seed)
     decoder = load_folder(spec.model, dtype=torch.float32)
     if lora is not None:
-        attach(decoder, replace(lora, base=str(spec.model)), torch.Generator().manual_seed(spec.seed))
+        lora = replace(lora, base=str(spec.model))
+        attach(decoder, lora, torch.Generator().manual_seed(spec.seed))
     return NativeTrainer(
         decoder,
         settings,
@@ -63,7 +64,7 @@ def assemble(
         checkpoints=spec.checkpoints,
         ranks=ranks,
         optimizer=optimizer,
-        lora=lora and replace(lora, base=str(spec.model)),
+        lora=lora,
     )
 
 

@@ -239,7 +239,7 @@ class NativeTrainer:
     def _send(self, version: Version, sender: Sender | LiveSender) -> WeightUpdate:
         dtype, before = self.settings.serving_dtype, self._announced
         blocks, add_up = list(self._ranks.own(hf_blocks(self.decoder))), self._ranks.sums
-        factors = gathered_factors(self.decoder)
+        factors = gathered_factors(self.decoder)  # added to a matrix twice, here and as it is sent: no second copy of all
         own = Contents.of_blocks(self.decoder, merged_slices(blocks, factors), DTYPES[dtype], add_up)
         masters = own.words if dtype == "float32" else words_of(trained_blocks(self.decoder), add_up)
         version = replace(version, fingerprint=own.fingerprint)

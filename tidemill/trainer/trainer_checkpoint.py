@@ -158,7 +158,7 @@ class Snapshot:
                 if lora is None:
                     write_model(folder, self.arch, whole.items(), source, self.dtype)
                 else:
-                    save_adapter(whole, lora, folder, empty=several)
+                    save_adapter(whole, lora, folder)
             stem = "model" if lora is None else ADAPTER_STEM
             if several:
                 write_blocks(folder / rank_file(stem, rank, self.ranks.size), self.weights)

@@ -17,6 +17,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -139,7 +140,7 @@ class Link:
             self.broken = why or "it was ended"
             _mark(self._store, self.broken)
             if self._under_way is not None:  # the end of a group would wait for it
-                threading.Thread(target=_hold, args=(self._group, self._under_way), daemon=True).start()
+                hold(self._group, [self._under_way])
             del self._group
             self._under_way = None
         return TransferFailed(f"the transfer of weights broke off: {self.broken}")
@@ -157,10 +158,7 @@ def connected(store: Store, location: str, rendezvous: Rendezvous, rank: int, wa
             if whole or own.check([_FAILED]):
                 raise TransferFailed("another process of the group failed")
             watch.stop.wait(POLL_S)
-        options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._devices, options._threads = [ProcessGroupGloo.create_device(hostname=HOST)], 1
-        options._timeout = watch.left(CONNECT_S)
-        group = ProcessGroupGloo(PrefixStore("group", own), rank, size, options)
+        group = ProcessGroupGloo(PrefixStore("group", own), rank, size, gloo_options(HOST, watch.left(CONNECT_S)))
         group._set_default_timeout(timedelta(seconds=rendezvous.limit_s))
         return Link(own, group, size)
     except (RuntimeError, TransferFailed) as error:
@@ -168,10 +166,22 @@ def connected(store: Store, location: str, rendezvous: Rendezvous, rank: int, wa
         raise TransferFailed(f"not all came to the transfer of weights: {_first_line(error)}") from None
 
 
-def _hold(group: ProcessGroupGloo, work: Any) -> None:
-    """Keep a group until its last operation has ended, at its limit at the latest."""
+def gloo_options(host: str, limit: timedelta) -> Any:
+    """Options of a group whose connections are made at this address, each within the limit."""
+    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices, options._threads = [ProcessGroupGloo.create_device(hostname=host)], 1
+    options._timeout = limit
+    return options
+
+
+def hold(group: ProcessGroupGloo, works: Sequence[Any]) -> None:
+    """Keep a group that is used no more until its operations have ended, because its own end would wait for them."""
+    threading.Thread(target=_hold, args=(group, works), daemon=True).start()
+
+
+def _hold(group: ProcessGroupGloo, works: Sequence[Any]) -> None:
     never = threading.Event()
-    while not work.is_completed():
+    while not all(work.is_completed() for work in works):
         never.wait(1.0)
 
 

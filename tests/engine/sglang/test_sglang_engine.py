@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from contract_base import FREE, LONG, PROMPT, TOLERANCE, Reference, new_version, until
+from damaged_weights import DAMAGE
 from engine.sglang.fake_sglang import FakeSglang, running
 from engine.sglang.test_sglang_contract import engine_at
 
@@ -21,7 +22,6 @@ from tidemill.core.types import Finish, GenerateRequest, SamplingParams
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.sglang.sglang_engine import SglangEngine
 from tidemill.models.hf_weights import load_folder, serving_slices
-from tidemill.models.weight_slices import Slice
 from tidemill.weight_sync.sync_settings import SyncSettings
 from tidemill.weight_sync.transport import make_sender
 
@@ -278,49 +278,15 @@ async def test_scores_name_the_likeliest_alternatives(models: list[Reference]) -
     assert scored.top_ids[0].tolist() == [-1] * 3
 
 
-Damage = Callable[[list[Slice]], list[Slice]]
-
-
-def dropped(pieces: list[Slice]) -> list[Slice]:
-    return pieces[:-1]
-
-
-def swapped(pieces: list[Slice]) -> list[Slice]:
-    names = "0.mlp.gate_proj.weight", "0.mlp.up_proj.weight"
-    one, other = (i for i, piece in enumerate(pieces) if piece.name.endswith(names))
-    tensors = pieces[other].tensor, pieces[one].tensor
-    pieces[one], pieces[other] = (replace(pieces[i], tensor=t) for i, t in zip((one, other), tensors, strict=True))
-    return pieces
-
-
-def transposed(pieces: list[Slice]) -> list[Slice]:
-    return [replace(p, tensor=p.tensor.T.reshape(p.shape)) if p.tensor.ndim == 2 else p for p in pieces]
-
-
-def stale(pieces: list[Slice]) -> list[Slice]:
-    return [replace(pieces[0], tensor=pieces[0].tensor + 1), *pieces[1:]]
-
-
-def half_written(pieces: list[Slice]) -> list[Slice]:
-    tensor = pieces[1].tensor.clone()
-    tensor.view(-1)[tensor.numel() // 2 :] = 0
-    return [pieces[0], replace(pieces[1], tensor=tensor), *pieces[2:]]
-
-
-def of_another_dtype(pieces: list[Slice]) -> list[Slice]:
-    return [replace(piece, tensor=piece.tensor.bfloat16()) for piece in pieces]
-
-
 @pytest.mark.parametrize("transport", ["shared_memory", "checkpoint"])
 async def test_damaged_weights_are_refused_and_the_old_ones_are_served(
     models: list[Reference], tmp_path: Path, transport: str
 ) -> None:
     greedy = replace(FREE, temperature=0.0)
     pieces = list(serving_slices(load_folder(models[1].folder), torch.float32))
-    damage: list[Damage] = [dropped, swapped, transposed, stale, half_written, of_another_dtype]
     async with served(models[0], transport=transport) as (engine, fake), new_version(models[1].folder, tmp_path, 1) as true:
         before = (await engine.generate(GenerateRequest(PROMPT, greedy))).tokens.tolist()
-        for each in damage:
+        for each in DAMAGE:
             sender = make_sender(SyncSettings.model_validate({"transport": transport}), tmp_path / each.__name__)
             sent = sender.send(true.version, each([*pieces]))  # type: ignore[union-attr]
             with pytest.raises(PolicyMismatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from contract_base import FREE, LONG, PROMPT, TOLERANCE, Reference, in_parts, new_version, until
+from damaged_weights import DAMAGE
 from vllm_server import HEAD_DIM, engine_at, started
 
 from tidemill.core.errors import BaseMissing, EngineFailed, PolicyMismatch
@@ -26,7 +27,6 @@ from tidemill.engine.vllm.vllm_engine import VllmEngine
 from tidemill.engine.vllm.vllm_settings import VllmSettings
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.hf_weights import load_folder, serving_slices
-from tidemill.models.weight_slices import Slice
 from tidemill.runtime.cpu_sharing import Cores
 from tidemill.weight_sync.shared_memory_transport import SharedMemorySender
 from tidemill.weight_sync.sync_settings import SyncSettings
@@ -92,39 +92,6 @@ async def test_a_request_in_flight_meets_an_update(
     assert 0 < cut < len(steps), "the update came while it was sampled"
     gap = np.abs(logprobs[cut:] - new[cut:]).max()
     assert gap < TOLERANCE if mode == "recompute" else gap > TOLERANCE, "with keep, the KV is that of the old weights"
-
-
-def dropped(pieces: list[Slice]) -> list[Slice]:
-    return pieces[:-1]
-
-
-def swapped(pieces: list[Slice]) -> list[Slice]:
-    names = "0.mlp.gate_proj.weight", "0.mlp.up_proj.weight"
-    one, other = (i for i, piece in enumerate(pieces) if piece.name.endswith(names))
-    tensors = pieces[other].tensor, pieces[one].tensor
-    pieces[one], pieces[other] = (replace(pieces[i], tensor=t) for i, t in zip((one, other), tensors, strict=True))
-    return pieces
-
-
-def transposed(pieces: list[Slice]) -> list[Slice]:
-    return [replace(p, tensor=p.tensor.T.reshape(p.shape)) if p.tensor.ndim == 2 else p for p in pieces]
-
-
-def stale(pieces: list[Slice]) -> list[Slice]:
-    return [replace(pieces[0], tensor=pieces[0].tensor + 1), *pieces[1:]]
-
-
-def half_written(pieces: list[Slice]) -> list[Slice]:
-    tensor = pieces[1].tensor.clone()
-    tensor.view(-1)[tensor.numel() // 2 :] = 0
-    return [pieces[0], replace(pieces[1], tensor=tensor), *pieces[2:]]
-
-
-def of_another_dtype(pieces: list[Slice]) -> list[Slice]:
-    return [replace(piece, tensor=piece.tensor.bfloat16()) for piece in pieces]
-
-
-DAMAGE: list[Callable[[list[Slice]], list[Slice]]] = [dropped, swapped, transposed, stale, half_written, of_another_dtype]
 
 
 async def refuses(engine: VllmEngine, damaged: WeightUpdate, before: np.ndarray, why: str) -> None:

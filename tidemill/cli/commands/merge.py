@@ -7,9 +7,7 @@ from pathlib import Path
 import torch
 
 from tidemill.cli.commands.screen import print_json
-from tidemill.core.errors import ConfigError
-from tidemill.models.adapter_config import AdapterConfig
-from tidemill.models.adapter_files import load_adapter
+from tidemill.models.adapter_files import base_of, load_adapter
 from tidemill.models.hf_weights import load_folder, save_folder
 from tidemill.models.lora import merge as add_up
 from tidemill.observability.safe_text import visible
@@ -17,13 +15,7 @@ from tidemill.observability.safe_text import visible
 
 def merge(adapter: Path, out: Path, base: str, dtype: str, as_json: bool) -> int:
     """Load the base in float32, add the adapter, and round once."""
-    named = base or AdapterConfig.from_folder(adapter).base
-    if not named:
-        raise ConfigError(f"{adapter}: adapter_config.json names no model; give the folder of the base model with --base")
-    folder = Path(named).expanduser()
-    folder = folder if folder.is_absolute() or folder.is_dir() else adapter / folder
-    if not folder.is_dir():
-        raise ConfigError(f"the base model {named!r} is no folder here; give its folder with --base")
+    folder = base_of(adapter, base)
     decoder = load_folder(folder, dtype=torch.float32)
     config = load_adapter(decoder, adapter)
     add_up(decoder)

@@ -24,6 +24,7 @@ from tidemill.core.errors import EngineFailed, TransferFailed
 from tidemill.core.executors import in_thread
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.sglang.sglang_routes import LONG_S, SHORT_S, SglangRoutes
+from tidemill.weight_sync.process_groups import gloo_options, hold
 
 BUCKET = 256 << 20  # bytes that the server holds beside its weights
 LOOK_S = 0.002  # between two looks whether a broadcast has ended, or is to be ended
@@ -74,9 +75,7 @@ class GroupHandOver:
         self._store = TCPStore(address, port, None, True, limit, wait_for_workers=False, master_listen_fd=listening.detach())
         # `init_custom_process_group` there: the name by itself, then as `torch.distributed` adds it, and a device
         store = PrefixStore("cpu/", PrefixStore(f"{self._name}/", PrefixStore(self._name, self._store)))
-        options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._devices, options._threads = [ProcessGroupGloo.create_device(hostname=address)], 1
-        options._timeout = limit
+        options = gloo_options(address, limit)
         joining = self._routes.join_group(address, port, size, self._name)
         _, self._group = await _together(joining, in_thread(ProcessGroupGloo, store, 0, size, options))
 
@@ -105,16 +104,9 @@ def _broadcast(group: Any, tensors: list[Tensor], stop: threading.Event) -> None
     for work in works:
         while not work.is_completed():
             if stop.wait(LOOK_S):
-                threading.Thread(target=_hold, args=(group, works), daemon=True).start()
+                hold(group, works)
                 return
         work.wait(timedelta(seconds=LONG_S))  # it is completed; this raises its error
-
-
-def _hold(group: Any, works: list[Any]) -> None:
-    """Keep a group that is used no more until its operations have ended, because its own end would wait for them."""
-    never = threading.Event()
-    while not all(work.is_completed() for work in works):
-        never.wait(1.0)
 
 
 def _buckets(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -27,7 +27,8 @@ def per_rank(held: list[Held], settings: TrainerSettings, models: list[Architect
         size = sum(_gathered(model, at_once) for model in models)
         lever = "trainer.shard = 'zero3'" if at_once else "a smaller model"
         of = "all weights" if at_once else "layers"
-        found.append(replace(held[1], what=f"{of} while gathered, with gradients", bytes=8 * size, lever=lever))
+        each = 8 if settings.lora is None else 4  # beside an adapter they have no gradients
+        found.append(replace(held[1], what=f"{of} while gathered, with gradients", bytes=each * size, lever=lever))
     return found
 
 

@@ -10,9 +10,8 @@ from tidemill.engine.vllm.vllm_settings import VllmSettings
 from tidemill.models.architecture import Architecture
 from tidemill.run.planner.held_memory import ITEM, Held
 
-PROCESS = (
-    470 << 20
-)  # bytes of one process of vLLM 0.32 with its imports, measured on CPUs; both kinds have two beside the ranks
+# Bytes of one process of vLLM 0.32 with its imports, measured on CPUs. Servers of both kinds have two beside the ranks.
+PROCESS = 470 << 20
 
 
 def server_memory(
