@@ -1400,8 +1400,8 @@ FAULTS = [
     ),
     Fault(
         "engines get the base without its adapter",
-        "            return checked(self._stream(version, merged_slices(blocks, factors)), own, sent)\n",
-        "            return checked(self._stream(version, blocks), own, sent)\n",
+        "serving_slices(decoder, dtype, merged_slices(blocks, factors)))\n",
+        "serving_slices(decoder, dtype, blocks))\n",
         "trainer/test_lora_training.py",
     ),
     Fault(

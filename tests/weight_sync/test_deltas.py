@@ -146,7 +146,7 @@ def test_a_manifest_of_another_base_than_announced_is_refused(scene: Scene) -> N
     scene.update(scene.publish(0, weights()))
     (inner,), served = scene.inner, scene.version
     sent_otherwise(inner, lambda pieces, base: (pieces, replace(served, step=7)))
-    with pytest.raises(PolicyMismatch, match="applies to the base policy@v7"):
+    with pytest.raises(PolicyMismatch, match="of kind 'delta' on policy@v7"):
         scene.update(replace(scene.publish(1, moved(weights(), 1)), base=served))
     assert bits(scene.tensors) == bits(weights())
 

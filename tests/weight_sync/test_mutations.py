@@ -28,7 +28,7 @@ from tidemill.engine.native.weight_updates import WeightUpdater
 from tidemill.models.hf_weights import hf_views
 from tidemill.models.piecewise import Work, at_once
 from tidemill.models.weight_slices import Slice, Stream
-from tidemill.trainer import native_trainer
+from tidemill.trainer import publication
 from tidemill.weight_sync import checkpoint_transport, manifest, shared_memory_transport
 from tidemill.weight_sync.checkpoint_transport import CheckpointSender
 from tidemill.weight_sync.live_ends import LiveEnd
@@ -90,7 +90,7 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize(("name", "transport"), across(CHANGES))
 def test_a_trainer_that_streams_something_else(tiny: Steps, name: str, transport: str) -> None:
-    stream, kept = native_trainer.serving_slices, list[Slice]()
+    stream, kept = publication.serving_slices, list[Slice]()
 
     def mutated(*given: Any) -> Iterator[Slice]:
         now = list(stream(*given))
@@ -98,7 +98,7 @@ def test_a_trainer_that_streams_something_else(tiny: Steps, name: str, transport
             kept.extend(replace(s, tensor=s.tensor.clone()) for s in now)
         yield from CHANGES[name](now, kept) if tiny.sick else now
 
-    tiny.monkeypatch.setattr(native_trainer, "serving_slices", mutated)
+    tiny.monkeypatch.setattr(publication, "serving_slices", mutated)
     told = {"swapped": f"({Q}|{Q1})", "transposed": OUT, "an old version": "", "one tensor twice": "a second time"}
     at_once = name in ("dropped", "another dtype", "one tensor twice")  # without a look at the numbers
     at_once = at_once or (name == "swapped" and transport not in STORED)  # which sends in the order that it offered

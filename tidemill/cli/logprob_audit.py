@@ -1,8 +1,8 @@
 """Comparison of a run's recorded logprobs with the weights that it left on disk.
 
 Only trajectories of a single version are replayed: under `keep`, a token of a later version was computed with KV of an
-earlier one. A folder holds a version if its weights, in the serving dtype, have that version's fingerprint, whatever its
-name.
+earlier one. A folder holds a version if its weights, in the serving dtype, or its adapter have that version's fingerprint,
+whatever its name.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tidemill.core.types import GREEDY, Array, Finish, Trajectory, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.adapter_files import load_merged
+from tidemill.models.adapter_update import folder_fingerprint
 from tidemill.models.decoder import Decoder
 from tidemill.models.served_weights import Contents
 from tidemill.observability.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose
@@ -121,17 +122,19 @@ async def replay(run: RunFolder, rows: int = ROWS) -> Replay:
     return result
 
 
-def _candidates(run: RunFolder) -> Iterator[tuple[Path, int | None]]:
-    """Model folders of a run, and the step whose weights they should be; None: the last one's."""
-    if run.initial.is_dir():
+def _candidates(run: RunFolder, adapters: bool) -> Iterator[tuple[Path, int | None]]:
+    """Model folders of a run, and the step whose weights they should be; None: the last one's.
+
+    adapters: that are added to the initial model; the first one is on no disk."""
+    if run.initial.is_dir() and not adapters:
         yield run.initial, 0
     for folder in sorted(run.checkpoints.glob("step-*")):
         try:
             yield folder / "trainer", read_manifest(folder).step
         except CheckpointError:
             continue  # unfinished, or set aside: no resume uses it
-    if run.final.is_dir():
-        yield run.final, None
+    if (final := run.final_adapter if adapters else run.final).is_dir():
+        yield final, None
 
 
 def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> tuple[list[Stored], list[str]]:
@@ -139,8 +142,8 @@ def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> 
     dtype = getattr(torch, config.trainer.serving_dtype)
     found, strangers = list[Stored](), list[str]()
     last = max((version.step for version in published), default=0)
-    for folder, step in _candidates(run):
-        own = Contents.of(load_merged(folder), dtype).fingerprint
+    for folder, step in _candidates(run, adapters=config.adapter_rank > 0):
+        own = folder_fingerprint(folder) if config.adapter_rank else Contents.of(load_merged(folder), dtype).fingerprint
         versions = tuple(version for version in published if version.fingerprint == own)
         expected = [str(version) for version in published if version.step == (last if step is None else step)]
         if versions:

@@ -52,7 +52,8 @@ class WeightUpdate:
     version: Version  # after the update, with the fingerprint of all weights that are then served
     parts: tuple[WeightPart, ...]
     kind: UpdateKind = "full"
-    base: Version | None = None  # the version that must be served before; None: any, as every weight is replaced
+    # delta: the version that must be served before. adapter: the frozen weights that it is added to. None: any.
+    base: Version | None = None
     rendezvous: Rendezvous | None = None  # of a live update, as it is given to one engine, and to the trainer to send
     followed: bool = False  # changes may follow: a receiver that is not given the served tensors keeps copies
     note: str = ""  # why these are the weights of the version before, though there was an update
@@ -104,5 +105,7 @@ class UpdateSupport:
             raise ValueError(f"{name} takes weight updates of kind {taken}, but {update.version} is of kind {update.kind!r}")
         if len(update.parts) > 1 and not self.several_parts:
             raise ValueError(f"{name} takes weight updates in 1 part, but {update.version} has {len(update.parts)}")
-        if update.base is not None and served is not None and update.base != served:
-            raise BaseMissing(f"{update.version} applies to {update.base.exact}, but {name} serves {served.exact}")
+        if update.kind == "delta" and served is not None and update.base != served:
+            raise BaseMissing(
+                f"{update.version} applies to {update.base and update.base.exact}, but {name} serves {served.exact}"
+            )

@@ -72,6 +72,7 @@ class EngineSpec(Config):
     transport: str | None = None  # source of new weights; None: the engine is never updated
     cached_versions: int = 2  # recent versions whose prefix cache may still be found
     sleeps: bool = False  # it sleeps before each update, so it needs no memory for weights beside those it serves
+    adapter_rank: int = 0  # highest rank of the adapters that its versions are; 0: they are whole weights
     core_share: CoreShare | None = None  # None: its cores are its own
     profile: Path | None = None  # folder for `operator_profiler`
     logs: Path | None = None  # folder for the log of a server that this engine starts

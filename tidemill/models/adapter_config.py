@@ -73,10 +73,19 @@ class AdapterConfig:
         """Read `adapter_config.json`. Raises UnsupportedModel for an adapter that is not computed here."""
         path = Path(folder) / ADAPTER_CONFIG
         try:
-            raw = parse_json(path.read_bytes())
+            text = path.read_bytes()
         except FileNotFoundError:
             raise UnsupportedModel(f"{folder}: no {ADAPTER_CONFIG} there; expected the folder of a PEFT adapter") from None
-        except (OSError, CodecError) as error:
+        except OSError as error:
+            raise UnsupportedModel(f"{path}: {error}") from None
+        return cls.from_json(text, path)
+
+    @classmethod
+    def from_json(cls, text: bytes, path: str | Path) -> AdapterConfig:
+        """Read the text of `adapter_config.json`. path: named by errors. Raises as `from_folder` does."""
+        try:
+            raw = parse_json(text)
+        except CodecError as error:
             raise UnsupportedModel(f"{path}: {error}") from None
         if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
             kind = raw.get("peft_type") if isinstance(raw, dict) else type(raw).__name__
@@ -136,7 +145,7 @@ def _by_pattern(pattern: Mapping[str, float], module: str, default: float) -> fl
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
-def _number(path: Path, raw: dict[str, Any], name: str, default: float, kind: type, least: float = 1e-9) -> Any:
+def _number(path: str | Path, raw: dict[str, Any], name: str, default: float, kind: type, least: float = 1e-9) -> Any:
     value = raw.get(name, default)
     known = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= MOST
     if not known or kind(value) != value:
@@ -145,13 +154,13 @@ def _number(path: Path, raw: dict[str, Any], name: str, default: float, kind: ty
     return kind(value)
 
 
-def _targets(path: Path, raw: dict[str, Any]) -> tuple[str, ...] | str:
+def _targets(path: str | Path, raw: dict[str, Any]) -> tuple[str, ...] | str:
     if not (found := _names(path, raw, "target_modules")):
         raise UnsupportedModel(f"{path}: target_modules is {raw.get('target_modules')!r}; expected names of modules")
     return found
 
 
-def _names(path: Path, raw: dict[str, Any], name: str) -> tuple[str, ...] | str:
+def _names(path: str | Path, raw: dict[str, Any], name: str) -> tuple[str, ...] | str:
     value = raw.get(name)
     if value is None:
         return ()
@@ -164,7 +173,7 @@ def _names(path: Path, raw: dict[str, Any], name: str) -> tuple[str, ...] | str:
     return tuple(value)
 
 
-def _layers(path: Path, raw: dict[str, Any]) -> tuple[int, ...] | None:
+def _layers(path: str | Path, raw: dict[str, Any]) -> tuple[int, ...] | None:
     value = raw.get("layers_to_transform")
     if value is None or value == []:
         return None
@@ -176,7 +185,7 @@ def _layers(path: Path, raw: dict[str, Any]) -> tuple[int, ...] | None:
     return tuple(given)
 
 
-def _pattern(path: Path, raw: dict[str, Any], name: str, kind: type) -> dict[str, Any]:
+def _pattern(path: str | Path, raw: dict[str, Any], name: str, kind: type) -> dict[str, Any]:
     value = raw.get(name) or {}
     if not isinstance(value, dict):
         raise UnsupportedModel(f"{path}: {name} = {value!r:.80}, expected a number for each end of a module's name")
@@ -185,7 +194,7 @@ def _pattern(path: Path, raw: dict[str, Any], name: str, kind: type) -> dict[str
     return {key: _number(path, value, key, 0, kind) for key in value}
 
 
-def _expect_pattern(path: Path, name: str, pattern: str) -> None:
+def _expect_pattern(path: str | Path, name: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
+from tidemill.models.adapter_config import ADAPTER_CONFIG
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import WORD, Fingerprint, identity, totals, word_bits, word_sum
 from tidemill.models.hf_weights import hf_views
@@ -25,6 +26,7 @@ from tidemill.models.piecewise import Work, at_once, by_rows
 from tidemill.models.weight_slices import Slice
 
 HEAD = "the head, which is the embedding"
+_ADAPTER = ".adapter."  # in the names of an adapter's parameters
 
 
 AddUp = Callable[[Sequence[int]], list[int]]
@@ -60,15 +62,25 @@ class Contents:
         return at_once(cls._summing(blocks, _numbers(decoder), dtype, add_up))
 
     @classmethod
-    def _summing(cls, blocks: Iterable[Slice], there: int, dtype: torch.dtype, add_up: AddUp) -> Work[Contents]:
+    def of_adapter(cls, decoder: Decoder, blocks: Iterable[Slice], add_up: AddUp) -> Contents:
+        """The contents of a decoder's adapter, in its own dtypes; `blocks` as for `of_blocks`, with the configuration."""
+        blocks = list(blocks)
+        beside = sum(math.prod(block.shape) for block in blocks if block.name == ADAPTER_CONFIG)
+        there = sum(p.numel() for name, p in decoder.named_parameters() if _ADAPTER in name)
+        return at_once(cls._summing(blocks, there + beside, None, add_up))
+
+    @classmethod
+    def _summing(cls, blocks: Iterable[Slice], there: int, dtype: torch.dtype | None, add_up: AddUp) -> Work[Contents]:
+        """dtype: to which every tensor is cast; None: its own."""
         everything, words, outlines = Fingerprint(), dict[str, list[int | Tensor]](), {}
         for block in blocks:
-            words[block.name], outlines[block.name] = [], (block.shape, dtype)
+            of = dtype or block.tensor.dtype
+            words[block.name], outlines[block.name] = [], (block.shape, of)
             if not block.tensor.numel():
                 continue
             at = block.offset[0]
             for (rows,) in by_rows(block.tensor):
-                piece = Slice(block.name, block.shape, (at, *block.offset[1:]), rows.to(dtype))
+                piece = Slice(block.name, block.shape, (at, *block.offset[1:]), rows.to(of))
                 words[block.name].append(everything.add(piece, words=True))
                 at += len(rows)
                 yield
@@ -88,7 +100,7 @@ class Contents:
 
 def _numbers(decoder: Decoder) -> int:
     """The number of weights, without those of an adapter, which is served as a part of them."""
-    return sum(p.numel() for name, p in decoder.named_parameters() if ".adapter." not in name)
+    return sum(p.numel() for name, p in decoder.named_parameters() if _ADAPTER not in name)
 
 
 def words_of(blocks: Iterable[Slice], add_up: AddUp = list) -> dict[str, int]:

@@ -50,17 +50,7 @@ def check_engine(
             f"{engine} lacks the capability 'sleep'; set placement.share = 'beside', or take another kind of engine"
         )
     _expect_extras(engine, can, config, extras)
-    if "full" not in can.updates.kinds:  # what every trainer publishes
-        transport = config.placement.sync.kind_name
-        raise ConfigError(
-            f"placement.sync.transport = {transport!r}: {engine} cannot take full weight updates by it, and trainers "
-            "publish no others; take another kind of engine, or another transport"
-        )
-    if (every := config.placement.sync.every_full) > 1 and "delta" not in can.updates.kinds:
-        raise ConfigError(
-            f"placement.sync.full_every = {every}: {engine} takes full versions only, no changes; leave it out, or take "
-            "another kind of engine"
-        )
+    _expect_updates(engine, can, config)
     probes = config.record.probe_every > 0
     blind = probes and not can.scores(config.rollout.temperature)
     told = [
@@ -70,6 +60,28 @@ def check_engine(
         (not can.seeds, UNSEEDED),
     ]
     return [f"{engine}: {said}" for holds, said in told if holds]
+
+
+def _expect_updates(engine: str, can: Capabilities, config: RunConfig) -> None:
+    """Raise ConfigError unless the engine takes what the trainer publishes."""
+    transport, kinds = config.placement.sync.kind_name, can.updates.kinds
+    if config.adapter_rank:
+        if "adapter" not in kinds:
+            raise ConfigError(
+                f"trainer.lora.publish = 'adapter': {engine} cannot take adapters by the transport {transport!r}; set "
+                "trainer.lora.publish = 'merged', or take another kind of engine"
+            )
+        return
+    if "full" not in kinds:
+        raise ConfigError(
+            f"placement.sync.transport = {transport!r}: {engine} cannot take full weight updates by it, and trainers "
+            "publish no others; take another kind of engine, or another transport"
+        )
+    if (every := config.placement.sync.every_full) > 1 and "delta" not in kinds:
+        raise ConfigError(
+            f"placement.sync.full_every = {every}: {engine} takes full versions only, no changes; leave it out, or take "
+            "another kind of engine"
+        )
 
 
 def _refusals(engine: str, can: Capabilities, config: RunConfig) -> Iterator[str]:

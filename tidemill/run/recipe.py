@@ -236,6 +236,17 @@ class RunConfig(Config):
                 f"trainer.lora with algorithm.reference.every = {self.reference.every}: a reference beside an adapter is "
                 "the model without it, and stays what it is; leave every out"
             )
+        if self.adapter_rank and (every := self.placement.sync.every_full) > 1:
+            yield (
+                f"trainer.lora with placement.sync.full_every = {every}: an adapter travels alone and whole each time, so "
+                "there are no changes to send; leave full_every out, or set trainer.lora.publish = 'merged'"
+            )
+
+    @property
+    def adapter_rank(self) -> int:
+        """The rank of the adapters that engines are sent; 0: they are sent whole weights."""
+        lora = self.trainer.lora if isinstance(self.trainer, TrainerSettings) else None
+        return lora.rank if lora is not None and lora.publish == "adapter" else 0
 
     def _reference_conflicts(self) -> Iterator[str]:
         reference, r, count = self.reference, self.rollout, self.placement.reference_engines

@@ -29,7 +29,8 @@ def build(spec: TrainerSpec, sender: Sender, cores: Cores, offload: Offload) -> 
     if settings.ranks > 1:
         how = settings.shard, settings.replicas, resolve_device(settings.device)
         ranks = ShardedRanks(spec.rank, settings.ranks, *how, spec.meeting)
-    return assemble(spec, settings, sender, cores, offload, ranks, lora=lora)
+    alone = settings.lora is not None and settings.lora.publish == "adapter"
+    return assemble(spec, settings, sender, cores, offload, ranks, lora=lora, adapter_alone=alone)
 
 
 def assemble(
@@ -41,8 +42,11 @@ def assemble(
     ranks: Ranks | None,
     optimizer: MakeOptimizer = Optimizer,
     lora: AdapterConfig | None = None,
+    adapter_alone: bool = False,
 ) -> NativeTrainer:
-    """Load the weights and make the trainer with these ranks, this optimizer, and an adapter if it trains one."""
+    """Load the weights and make the trainer with these ranks, this optimizer, and an adapter if it trains one.
+
+    adapter_alone: see `NativeTrainer`."""
     torch.manual_seed(spec.seed)
     decoder = load_folder(spec.model, dtype=torch.float32)
     if lora is not None:
@@ -65,6 +69,7 @@ def assemble(
         ranks=ranks,
         optimizer=optimizer,
         lora=lora,
+        adapter_alone=adapter_alone,
     )
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,25 +18,22 @@ from typing import TypeVar
 import torch
 
 from tidemill.core import fault_injection
-from tidemill.core.errors import CheckpointError, PolicyMismatch, TransferFailed, WeightsMoved
+from tidemill.core.errors import CheckpointError, TransferFailed
 from tidemill.core.executors import in_thread
 from tidemill.core.types import Array, LossSpec, Metrics, Sample, Telemetry, TrainResult, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.decoder import Decoder
-from tidemill.models.hf_weights import hf_blocks, serving_slices
 from tidemill.models.host_memory import give_back
-from tidemill.models.lora import gathered_factors, merged_slices, trained_blocks
-from tidemill.models.served_weights import Contents, checked, words_of
 from tidemill.models.trained_linear import MIXES
-from tidemill.models.weight_slices import KeepsSent, LiveSender, Sender, Slice
+from tidemill.models.weight_slices import LiveSender, Sender
 from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer import training_pass
-from tidemill.trainer.announced import Announced, why_unchanged
 from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.exports import export_policy, export_scored
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.parallel_micro_batches import Lanes
+from tidemill.trainer.publication import DTYPES, Publication
 from tidemill.trainer.ranks import Ranks
 from tidemill.trainer.telemetry import Offload, Recorder
 from tidemill.trainer.trainer_checkpoint import Snapshot, load_checkpoint
@@ -46,7 +42,6 @@ from tidemill.trainer.trainer_kinds import AdamWSettings
 T = TypeVar("T")
 LEAVES = ("cuda",)  # types of devices from which there is anything to gain by moving to the host
 MakeOptimizer = Callable[[Decoder, AdamWSettings, int], Optimizer]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 async def inline(function: Callable[[], T], /) -> T:
@@ -77,6 +72,7 @@ class NativeTrainer:
         ranks: Ranks | None = None,
         optimizer: MakeOptimizer = Optimizer,
         lora: AdapterConfig | None = None,
+        adapter_alone: bool = False,
     ) -> None:
         """Move the decoder to the device and prepare training. Raises ValueError for 16-bit weights.
 
@@ -86,7 +82,8 @@ class NativeTrainer:
         threads: number of threads on a CPU that may run micro-batches of their own. checkpoints: reserve the memory of a
         snapshot now, so that a lack of memory shows before training. ranks: that share the weights and the rows; every one
         is given all calls, each with its own rows. optimizer: makes the policy's from model, settings and `steps`. lora: of
-        the adapter that the decoder has, which alone is trained, saved and exported beside the merged weights."""
+        the adapter that the decoder has, which alone is trained, saved and exported beside the merged weights.
+        adapter_alone: publish it, not the merged weights."""
         for name, parameter in decoder.named_parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -120,14 +117,17 @@ class NativeTrainer:
             ranks=self._ranks,
         )
         self._lora = lora
-        self._sender, self._source = sender, None if source is None else Path(source)
+        self._source = None if source is None else Path(source)
+        self._publication: Publication | None = None
+        if sender is not None:
+            alone = lora if adapter_alone else None
+            self._publication = Publication(self.decoder, sender, self._ranks, settings.serving_dtype, process, alone)
         self._offload, self._recorder = offload, Recorder(process)
         self._snapshot: Snapshot | None = None
         room = Snapshot.room(self.decoder, self._optimizer, self._kept, self._ranks, self._sums) if checkpoints else None
         self._room: Snapshot | None = room  # memory for the next snapshot
         self._copying: asyncio.Future[None] | None = None  # copy of the snapshot, beside calls that read the weights
         self._steady = asyncio.Lock()  # bounded: held for an update, or for a transfer with its limit
-        self._announced: Announced | None = None  # the latest publication; None before the first, and after `load`
         self._applied: Metrics = {}  # metrics of the optimizer's latest update
 
     @property
@@ -200,13 +200,14 @@ class NativeTrainer:
         full: see `interfaces.Trainer`. Raises PolicyMismatch, and nothing becomes visible, for other names or shapes than
         this model's.
         """
-        sender = self._sender
-        if sender is None:
+        publication = self._publication
+        if publication is None:
             raise ValueError("this trainer was built without a sender: it cannot publish weights")
         _expect_own(version.policy)
 
         def run() -> WeightUpdate:
-            published = self._send_whole(version, sender) if full else self._send(version, sender)
+            again = publication.publish_again
+            published = again(version) if full else publication.publish(version, self.updates, self._applied)
             self._recorder.count("published_bytes", published.bytes)
             self._recorder.count("published_whole_bytes", published.whole)
             return published
@@ -216,61 +217,23 @@ class NativeTrainer:
 
     async def send(self, update: WeightUpdate) -> str:
         """Send the live update that was published last, in a thread: gradients may be computed meanwhile, updates wait."""
-        sender, stop, step = self._sender, threading.Event(), update.version.step
-        if not isinstance(sender, LiveSender):
+        publication, stop, step = self._publication, threading.Event(), update.version.step
+        if publication is None or not publication.live:
             raise ValueError("this trainer's transport sends nothing later: it has written the weights already")
 
         def run() -> str:
             fault_injection.reach(self._recorder.process, "send", step)
             with self._recorder.span("send", step=step):
                 try:
-                    sender.send_offered(update, stop)
+                    publication.send_offered(update, stop)
                 except TransferFailed as error:
                     return str(error)
             self._recorder.count("sent_updates", 1)
             return ""
 
         async with self._steady:
-            now, copied = self._announced, isinstance(sender, KeepsSent)  # it sends copies, whatever the weights are now
-            if now is None or now.version != update.version or (now.updates != self.updates and not copied):
-                raise WeightsMoved(f"{update.version.exact} cannot be sent any more: the trainer has other weights by now")
+            publication.expect_sendable(update, self.updates)
             return await in_thread(run, stop=stop)
-
-    def _send(self, version: Version, sender: Sender | LiveSender) -> WeightUpdate:
-        dtype, before = self.settings.serving_dtype, self._announced
-        blocks, add_up = list(self._ranks.own(hf_blocks(self.decoder))), self._ranks.sums
-        factors = gathered_factors(self.decoder)  # added to a matrix twice, here and as it is sent: no second copy of all
-        own = Contents.of_blocks(self.decoder, merged_slices(blocks, factors), DTYPES[dtype], add_up)
-        masters = own.words if dtype == "float32" else words_of(trained_blocks(self.decoder), add_up)
-        version = replace(version, fingerprint=own.fingerprint)
-        announced = Announced(version, own, masters, self.updates)
-        sent = [block for block in blocks if block.tensor.numel()]
-
-        def stream() -> Iterator[Slice]:
-            return checked(self._stream(version, merged_slices(blocks, factors)), own, sent)
-
-        if isinstance(sender, LiveSender):
-            forms = (replace(b, tensor=b.tensor.to("meta", DTYPES[dtype]), total=own.totals[b.name]) for b in sent)
-            published = sender.offer(version, forms, stream)
-        else:
-            published = sender.send(version, stream())
-        if published.version != version:
-            raise PolicyMismatch(
-                f"the transport announces {published.version} ({published.version.fingerprint}), not {version}"
-            )
-        self._announced = announced
-        return replace(published, note=why_unchanged(before, announced, self._applied, dtype))
-
-    def _send_whole(self, version: Version, sender: Sender | LiveSender) -> WeightUpdate:
-        if not isinstance(sender, KeepsSent):
-            raise WeightsMoved(f"{version.exact} cannot be published once more: this trainer keeps no copy of it")
-        return sender.send_whole(version)
-
-    def _stream(self, version: Version, blocks: Iterable[Slice]) -> Iterator[Slice]:
-        for count, piece in enumerate(serving_slices(self.decoder, DTYPES[self.settings.serving_dtype], blocks)):
-            yield piece
-            if count == 0:
-                fault_injection.reach(self._recorder.process, "stream", version.step)
 
     async def snapshot(self) -> None:
         """Take a snapshot for `save`, copied beside the next gradient; the next update waits for the copy."""
@@ -316,7 +279,8 @@ class NativeTrainer:
         whole = self.decoder, self._optimizer, self._kept, self._sums
         async with self._steady:
             await self._do("load", lambda: load_checkpoint(Path(folder), *whole))
-        self._announced = None
+        if self._publication is not None:
+            self._publication.forget()
 
     async def export(self, folder: str) -> None:
         """Write the policy (or the critic) to `folder` as a Hugging Face model; the first of several ranks writes it."""
@@ -373,8 +337,8 @@ class NativeTrainer:
             each.forget()
         self._snapshot = self._room = None
         self._ranks.close()
-        if self._sender is not None:
-            self._sender.close()
+        if self._publication is not None:
+            self._publication.close()
 
 
 def _expect_own(*policies: str) -> None:

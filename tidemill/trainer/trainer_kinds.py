@@ -112,6 +112,11 @@ class LoraSettings(Config):
         "is a regular expression of whole names",
     )
     rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) instead (rank-stabilised, 2312.03732)")
+    publish: Literal["adapter", "merged"] = Field(
+        default="adapter",
+        description="Weights that engines are sent. adapter: its matrices alone, which they add to their folder's weights; "
+        "merged: all weights",
+    )
 
     @property
     def config(self) -> AdapterConfig:

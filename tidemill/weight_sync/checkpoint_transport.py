@@ -44,7 +44,9 @@ class CheckpointSender:
         for left in folder.glob(f"{_UNFINISHED}*"):  # left by a sender that was killed
             remove_left(left, _MARKER)
 
-    def send(self, version: Version, slices: Iterable[Slice], base: Version | None = None) -> WeightUpdate:
+    def send(
+        self, version: Version, slices: Iterable[Slice], base: Version | None = None, adapter: bool = False
+    ) -> WeightUpdate:
         """Write a version and make it visible, or raise ValueError when slices do not fill their tensors."""
         if version.policy != (self._policy or version.policy):
             raise ValueError(f"{self._folder} holds {self._policy!r}: send {version.policy!r} to a folder of its own")
@@ -54,7 +56,7 @@ class CheckpointSender:
         unfinished.mkdir()
         (unfinished / _MARKER).touch()
         try:
-            manifest = WeightManifest(version, _write_parts(unfinished, slices, self._part_bytes), base)
+            manifest = WeightManifest(version, _write_parts(unfinished, slices, self._part_bytes), base, adapter)
             manifest.check(self._partial)
             (unfinished / "manifest.json").write_bytes(manifest.encode())
             for path in (*unfinished.iterdir(), unfinished):

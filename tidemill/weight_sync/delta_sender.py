@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from threading import Event
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,27 +20,9 @@ from torch import Tensor
 from tidemill.core.errors import WeightsMoved
 from tidemill.core.types import Version
 from tidemill.core.weight_update import WeightUpdate
-from tidemill.models.weight_slices import Slice, Stream
+from tidemill.models.weight_slices import LiveSender, Sender, Slice, Stream
 from tidemill.weight_sync.delta_coding import pack
 from tidemill.weight_sync.manifest import PackedSlice
-
-
-class ChangeSender(Protocol):
-    """A `Sender` that carries changes, too."""
-
-    def send(self, version: Version, slices: Iterable[Slice], base: Version | None = None) -> WeightUpdate: ...
-    def close(self) -> None: ...
-
-
-class LiveChangeSender(Protocol):
-    """A `LiveSender` that carries changes, too."""
-
-    def offer(
-        self, version: Version, forms: Iterable[Slice], stream: Stream, base: Version | None = None
-    ) -> WeightUpdate: ...
-    def send_offered(self, update: WeightUpdate, stop: Event) -> None: ...
-    def close(self) -> None: ...
-
 
 Put = Callable[[Iterable[Slice], Version | None], WeightUpdate]  # slices, and the base that their changes apply to
 
@@ -103,12 +84,15 @@ class _Kept:
 class DeltaSender:
     """`weight_slices.Sender` that sends changes through another one."""
 
-    def __init__(self, sender: ChangeSender, full_every: int) -> None:
+    def __init__(self, sender: Sender, full_every: int) -> None:
         """full_every: versions from one full version to the next."""
         self._sender, self._kept = sender, _Kept(full_every)
 
-    def send(self, version: Version, slices: Iterable[Slice]) -> WeightUpdate:
-        """See `Sender`."""
+    def send(
+        self, version: Version, slices: Iterable[Slice], base: Version | None = None, adapter: bool = False
+    ) -> WeightUpdate:
+        """See `Sender`. Raises ValueError for what is a change already, or an adapter."""
+        _expect_whole(version, base)
         return self._kept.send(version, slices, lambda taken, base: self._sender.send(version, taken, base))
 
     def send_whole(self, version: Version) -> WeightUpdate:
@@ -122,12 +106,20 @@ class DeltaSender:
 class LiveDeltaSender:
     """`weight_slices.LiveSender` that sends changes through another one. They are coded when a version is offered."""
 
-    def __init__(self, sender: LiveChangeSender, full_every: int) -> None:
+    def __init__(self, sender: LiveSender, full_every: int) -> None:
         """full_every: versions from one full version to the next."""
         self._sender, self._kept = sender, _Kept(full_every)
 
-    def offer(self, version: Version, forms: Iterable[Slice], stream: Stream) -> WeightUpdate:
-        """See `LiveSender`."""
+    def offer(
+        self,
+        version: Version,
+        forms: Iterable[Slice],
+        stream: Stream,
+        base: Version | None = None,
+        adapter: bool = False,
+    ) -> WeightUpdate:
+        """See `LiveSender`. Raises ValueError as `DeltaSender.send` does."""
+        _expect_whole(version, base)
         return self._kept.send(version, stream(), lambda taken, base: self._offer(version, taken, base))
 
     def send_whole(self, version: Version) -> WeightUpdate:
@@ -144,6 +136,11 @@ class LiveDeltaSender:
 
     def close(self) -> None:
         self._sender.close()
+
+
+def _expect_whole(version: Version, base: Version | None) -> None:
+    if base is not None:
+        raise ValueError(f"{version} is added to {base}: only changes of whole weights are coded; send it as it is")
 
 
 def _alike(old: Slice, new: Slice) -> bool:

@@ -38,13 +38,20 @@ class LiveEnd(ABC):
         self._offered: tuple[WeightManifest, Stream] | None = None
         self._link: tuple[str, Link] | None = None  # of the latest group, by its name
 
-    def offer(self, version: Version, forms: Iterable[Slice], stream: Stream, base: Version | None = None) -> WeightUpdate:
+    def offer(
+        self,
+        version: Version,
+        forms: Iterable[Slice],
+        stream: Stream,
+        base: Version | None = None,
+        adapter: bool = False,
+    ) -> WeightUpdate:
         """See `LiveSender`."""
         blocks, end = list[Block](), 0
         for form in forms:
             blocks.append(Block.of(form, start=end))
             end += blocks[-1].length
-        manifest = WeightManifest(version, blocks, base)
+        manifest = WeightManifest(version, blocks, base, adapter)
         manifest.check(self._partial)
         self._lobby = self._lobby or Lobby()
         self._offered = manifest, stream

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
-from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
+from tidemill.core.weight_update import UpdateKind, UpdateSupport, WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Coverage, Slice
 
 FORMAT = "tidemill-weights-1"
@@ -45,7 +45,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Outline = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]
 
 # The updates that a transport of this package carries.
-CARRIES = UpdateSupport(("full", "delta"), several_parts=True)
+CARRIES = UpdateSupport(("full", "delta", "adapter"), several_parts=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,14 @@ class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: Version  # with the fingerprint that the blocks together must have
     blocks: list[Block]
-    base: Version | None = None  # to which packed blocks apply, with its fingerprint
+    base: Version | None = None  # to which packed blocks apply, or the adapter, with its fingerprint
+    adapter: bool = False  # the blocks are an adapter's
     format: str = FORMAT
+
+    @property
+    def kind(self) -> UpdateKind:
+        """The kind of update that it is of."""
+        return "full" if self.base is None else "adapter" if self.adapter else "delta"
 
     def encode(self) -> bytes:
         """The manifest as JSON. Raises ValueError when it is longer than MAX_BYTES."""
@@ -157,8 +163,10 @@ class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.format != FORMAT:
             raise ValueError(f"format {self.format[:40]!r}: expected {FORMAT!r}")
         _check_layout(self.outlines(), partial)
+        if self.adapter and self.base is None:
+            raise ValueError("an adapter, and no base that it is added to")
         for block in self.blocks:
-            if block.packed is not None and (self.base is None or block.packed >= max(1, block.unpacked)):
+            if block.packed is not None and (self.kind != "delta" or block.packed >= max(1, block.unpacked)):
                 raise ValueError(f"{block.key}: a change of {block.packed} bytes, for a block of {block.unpacked}")
 
     def outlines(self) -> tuple[Outline, ...]:
@@ -176,7 +184,7 @@ class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def update(self, part: WeightPart) -> WeightUpdate:
         """The handle of this version, of which a transport wrote one part."""
-        return WeightUpdate(self.version, (part,), "full" if self.base is None else "delta", self.base)
+        return WeightUpdate(self.version, (part,), self.kind, self.base)
 
 
 def expect_parts(update: WeightUpdate, transport: str, takes: UpdateSupport) -> None:
@@ -192,9 +200,11 @@ def expect_whole(manifests: Sequence[WeightManifest], update: WeightUpdate) -> N
     for manifest, part in zip(manifests, update.parts, strict=True):
         if manifest.version != announced or not announced.fingerprint:
             raise PolicyMismatch(f"{part.location} holds {manifest.version.exact}, announced was {announced.exact}")
-        if manifest.base != update.base:
-            given, expected = (each and each.exact for each in (manifest.base, update.base))
-            raise PolicyMismatch(f"{part.location} applies to the base {given}, announced was {expected}")
+        if (manifest.kind, manifest.base) != (update.kind, update.base):
+            given, expected = (
+                repr(each.kind) + (f" on {each.base.exact}" if each.base else "") for each in (manifest, update)
+            )
+            raise PolicyMismatch(f"{part.location} holds an update of kind {given}, announced was {expected}")
     if len(manifests) > 1:  # one alone was checked when it was decoded
         try:
             _check_layout(tuple(outline for manifest in manifests for outline in manifest.outlines()), partial=False)

@@ -55,7 +55,9 @@ class SharedMemorySender:
         self._slots = [_Slot(folder, anonymous), _Slot(folder, anonymous)]
         self._next, self._partial = 0, partial
 
-    def send(self, version: Version, slices: Iterable[Slice], base: Version | None = None) -> WeightUpdate:
+    def send(
+        self, version: Version, slices: Iterable[Slice], base: Version | None = None, adapter: bool = False
+    ) -> WeightUpdate:
         """Write a version and make it visible, or raise ValueError when slices do not fill their tensors."""
         assert self._slots, "send() after close()"
         slot = self._slots[self._next]
@@ -66,7 +68,7 @@ class SharedMemorySender:
             slot.put(end, item.tensor.detach().contiguous())
             blocks.append(block)
             end = -(-(end + item.tensor.nbytes) // _ALIGN) * _ALIGN
-        manifest = WeightManifest(version, blocks, base)
+        manifest = WeightManifest(version, blocks, base, adapter)
         manifest.check(self._partial)
         slot.commit(manifest.encode(), end)
         self._next = 1 - self._next  # only now: after a failure the other slot still holds the last good version

@@ -172,7 +172,7 @@ async def test_a_copy_that_is_being_sent_does_not_change(one: Run, monkeypatch: 
     reached, opened = threading.Event(), threading.Event()
     await one.bring(await one.published())
     update = await one.published()
-    kind = type(one.trainer._sender._sender)  # type: ignore[union-attr]
+    kind = type(one.trainer._publication._sender._sender)  # type: ignore[union-attr]
     send_all = kind._send_all
 
     def held(end: Any, link: Any, manifest: Any, tensors: Iterator[torch.Tensor], watch: Any) -> None:

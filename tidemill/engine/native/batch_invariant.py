@@ -216,6 +216,15 @@ def _probe(hidden: Tensor, head: Tensor, probe: Probe) -> Probed:
     return Probed(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
+def expect_cpu(device: str) -> None:
+    """Raise ConfigError for another device than a CPU."""
+    if device != "cpu":
+        raise ConfigError(
+            f"engine.batch_invariant with device='auto', which is {device!r} here: it is for float32 on the CPU; "
+            "set engine.device='cpu', or turn batch_invariant off"
+        )
+
+
 @torch.inference_mode()
 def check_machine(weights: Weights, page_size: int) -> None:
     """Raise ConfigError if a row's bits depend on its place or on the other rows of a block.

@@ -28,4 +28,5 @@ def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> NativeEn
         cores=cores,
         cached_versions=spec.cached_versions,
         spare=not spec.sleeps,
+        adapted=spec.adapter_rank > 0,
     )

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from tidemill.core import fault_injection
-from tidemill.core.errors import ConfigError, EngineFailed
+from tidemill.core.errors import EngineFailed
 from tidemill.core.interfaces import Capabilities, EngineStats
 from tidemill.core.types import Array, Completion, Finish, GenerateRequest, InFlight, Scored, Telemetry, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.native.activity import Activity
-from tidemill.engine.native.batch_invariant import check_machine, run_invariant
+from tidemill.engine.native.batch_invariant import check_machine, expect_cpu, run_invariant
 from tidemill.engine.native.cache_size import device_of, pages_of
 from tidemill.engine.native.cuda_graphs import paged_cache
 from tidemill.engine.native.engine_settings import EngineSettings
@@ -75,29 +75,27 @@ class NativeEngine:
         cores: Cores | None = None,
         cached_versions: int = 2,
         spare: bool = True,
+        adapted: bool = False,
     ) -> None:
         """Serve `decoder`, which is cast and moved as `settings` say and belongs to the engine from now on.
 
         receiver: source of updates; None for an engine that is never updated. eos_ids: end a completion unless its
         parameters say `ignore_eos`. cores: taken before each step. cached_versions: how many recent versions keep their
         prefix cache; an episode between two turns still has KV of the version it began with. spare: take the memory of the
-        next version's weights now.
+        next version's weights now. adapted: versions are adapters, which are added to the decoder's weights.
         """
         self.name, self.settings, self.eos_ids = name, settings, eos_ids
         device = device_of(settings.device)
         self._device = torch.device(device)
-        if settings.batch_invariant and device != "cpu":
-            raise ConfigError(
-                f"engine.batch_invariant with device='auto', which is {device!r} here: it is for float32 on the CPU; "
-                "set engine.device='cpu', or turn batch_invariant off"
-            )
+        if settings.batch_invariant:
+            expect_cpu(device)
         decoder = decoder.to(self._device, getattr(torch, settings.dtype)).requires_grad_(False)
         self._arch, self._dtype = decoder.arch, decoder.embed.weight.dtype
         pack = not settings.batch_invariant  # those products have a shape of their own
         weights = serve(decoder, version, pack)
         if settings.batch_invariant:
             check_machine(weights, settings.page_size)
-        staging = None if receiver is None else Staging(receiver, weights, pack, spare)
+        staging = None if receiver is None else Staging(receiver, weights, pack, spare, name, adapted)
         self._pages = pages_of(settings, self._arch, device)
         blocks = BlockManager(self._pages, settings.page_size, settings.prefix_cache)
         self._scheduler = Scheduler(

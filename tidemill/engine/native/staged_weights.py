@@ -3,6 +3,7 @@
     receive -> copy into the spare decoder -> fingerprint the staged weights -> compare     (the commit is the engine's)
     after the commit: verify the weights that are served now
     live weights: a thread receives, into the spare decoder as far as it can, and what follows is the same
+    adapters: received whole and verified, added to the base in the spare decoder: see `adapted_base`
 
 All of it is done in pieces, between which steps are taken: see `weight_updates.in_turns`. An engine that sleeps may have
 given both decoders back. Then a stage allocates one, and it is served without a spare beside it.
@@ -26,7 +27,9 @@ from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
-from tidemill.core.weight_update import UpdateSupport, WeightUpdate
+from tidemill.core.weight_update import UpdateKind, UpdateSupport, WeightUpdate
+from tidemill.engine.native.adapted_base import AdaptedBase
+from tidemill.models.adapter_update import ReceivedAdapter, received_adapter
 from tidemill.models.decoder import Decoder, decoding_weights
 from tidemill.models.hf_weights import empty_decoder, hf_views, loading
 from tidemill.models.kernels.cpu.decode_pass import DecodingWeights
@@ -86,10 +89,16 @@ class Staging:
     The result of a stage is served until `retire` gives the old decoder back.
     """
 
-    def __init__(self, receiver: Receiver, serving: Weights, pack: bool, spare: bool = True) -> None:
-        """spare: allocate the spare decoder now; otherwise the first stage does."""
-        self._receiver, self._pack = receiver, pack
-        self.takes = UpdateSupport(("full", "delta"), several_parts=True).both(receiver.takes)
+    def __init__(
+        self, receiver: Receiver, serving: Weights, pack: bool, spare: bool = True, name: str = "", adapted: bool = False
+    ) -> None:
+        """spare: allocate the spare decoder now; otherwise the first stage does. name: of the engine.
+
+        adapted: versions are adapters, which are added to the weights of `serving`."""
+        self._receiver, self._pack, self._name = receiver, pack, f"engine {name}"
+        self._adapted = AdaptedBase(serving.decoder) if adapted else None
+        kinds: tuple[UpdateKind, ...] = ("adapter",) if adapted else ("full", "delta")
+        self.takes = UpdateSupport(kinds, several_parts=True).both(receiver.takes)
         self._base: Weights | None = None  # what a change applies to, while it is received
         if isinstance(receiver, ReadsBase):
             receiver.served = self._served
@@ -98,6 +107,7 @@ class Staging:
         self._device, self._dtype = weight.device, weight.dtype
         self._uploads = Uploads(self._device) if self._device.type == "cuda" else None
         self._arrived: dict[str, int | None] | None = None  # sums by name, of a live update that is in the spare decoder
+        self._adapter: ReceivedAdapter | None = None  # of a live update that has arrived
         self._proven: tuple[Version, dict[str, int]] | None = None  # version and words of the latest stage
 
     def _served(self) -> tuple[Version, dict[str, Tensor]] | None:
@@ -107,6 +117,9 @@ class Staging:
     def arrive(self, update: WeightUpdate, serving: Weights, stop: threading.Event) -> None:
         """Receive a live update, in a thread. `stage` then verifies it. Raises TransferFailed, and PolicyMismatch."""
         assert isinstance(self._receiver, LiveReceiver)
+        if update.kind == "adapter":
+            self._adapter = received_adapter(self._receiver.receive_into(update, {}, stop), update, self._name)
+            return
         self._arrived, totals = None, dict[str, int | None]()
         spare = self._spare_decoder()
         into = dict(hf_views(spare)) if self._uploads is None else {}
@@ -123,6 +136,10 @@ class Staging:
 
     def _stage(self, update: WeightUpdate, serving: Weights) -> Work[Weights]:
         version, spare = update.version, self._spare_decoder()
+        if update.kind == "adapter":
+            held = yield from self._adding(update, spare)
+            self._proven = version, words_by_matrix(spare, held.words)
+            return (yield from _serving(spare, version, self._pack))
         totals, self._arrived = self._arrived if update.live else {}, None
         assert totals is not None, "a live update must arrive first"
         if not update.live:
@@ -133,6 +150,16 @@ class Staging:
         yield
         self._proven = version, words_by_matrix(spare, held.words)
         return (yield from _serving(spare, version, self._pack))
+
+    def _adding(self, update: WeightUpdate, spare: Decoder) -> Work[Contents]:
+        """Fill the spare decoder with the base and an adapter; returns its contents."""
+        adapter, self._adapter = self._adapter if update.live else None, None
+        assert self._adapted is not None and (adapter is not None or not update.live)
+        self._adapted.expect(update, self._name)
+        if adapter is None:
+            adapter = received_adapter(self._receiver.receive(update), update, self._name)
+        yield
+        return (yield from self._adapted.merging(adapter, spare, self._uploads))
 
     def _filling(
         self, update: WeightUpdate, slices: Iterable[Slice], totals: dict[str, int | None], serving: Weights

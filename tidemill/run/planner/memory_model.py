@@ -88,7 +88,10 @@ def processes(config: RunConfig, models: Models, longest: int = 0, devices: Devi
     turns = plan_of(config, devices=devices).takes_turns
     held = trainer_memory(config, models.policy, models.reference, models.critic, longest, turns)
     found = _processes("trainer", learning, held, "" if own else None)
-    count, held = placement.engines, engine_memory(config.engine, models.policy, free, turns=turns)
+    count, held = (
+        placement.engines,
+        engine_memory(config.engine, models.policy, free, turns=turns, adapted=config.adapter_rank > 0),
+    )
     found += _processes("engine", sampling[0], held, f"fewer placement.engines (now {count:,})" if own else None)
     if models.reference is not None and (count := placement.reference_engines):
         held = engine_memory(config.serves_reference, models.reference, free, updated=False)
@@ -152,11 +155,12 @@ def engine_memory(
     free: int | None = None,
     updated: bool = True,
     turns: bool = False,
+    adapted: bool = False,
 ) -> list[Held]:
     """The most memory of one engine; of a kind that is not known here, its weights.
 
     free: bytes of which the KV cache takes a share; None: not known. updated: whether the engine receives new versions.
-    turns: it sleeps while the trainer computes.
+    turns: it sleeps while the trainer computes. adapted: its versions are adapters of its folder's weights.
     """
     size = ITEM[settings.dtype]
     if settings.elsewhere:
@@ -169,8 +173,11 @@ def engine_memory(
     packs = [(n, k) for n, k in matrices(arch) if on_cpu and not settings.batch_invariant and (size == 4 or k % STEP == 0)]
     lower = "engine.dtype = 'bfloat16'" if settings.dtype == "float32" else "a smaller model"
     held = [Held("weights", own, lower), *([Held("spare for the next version", own, lower)] if spare else [])]
+    decoders = len(held)
+    if adapted:
+        held.append(Held("frozen base, to which adapters are added", own, "trainer.lora.publish = 'merged'", host=True))
     if packs:
-        packed = len(held) * sum(-(-n // BLOCK) * BLOCK * k for n, k in packs)
+        packed = decoders * sum(-(-n // BLOCK) * BLOCK * k for n, k in packs)
         of = "copies of both" if spare else "copy"
         held.append(Held(f"packed {of}, where the processor has a product for them", packed * size, lower))
     elif size == 2 and (on_cpu or not MIXES):

@@ -54,6 +54,7 @@ class RunFolder:
         self.initial = path / "initial"
         self.warm_up = path / "warm-up"
         self.final = path / "final"
+        self.final_adapter = path / "final-adapter"  # beside it, of a run that trains one
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.warnings = self.logs / "warnings.log"  # the controller's, such as exceptions of an environment

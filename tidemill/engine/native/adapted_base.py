@@ -1,0 +1,89 @@
+"""The frozen weights of an engine whose versions are adapters, and each version as their sum.
+
+    update -> received adapter, verified -> base's fingerprint -> W + scale B A, in rows, from the pristine base
+           -> a spare decoder -> its sums must be those of what was merged
+
+The base lies on the host, in the served dtype, and is never written: nothing is ever subtracted from merged weights. Its
+words are compared each time it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tidemill.core.errors import PolicyMismatch
+from tidemill.core.weight_update import WeightUpdate
+from tidemill.models.adapter_update import ReceivedAdapter, factors_of
+from tidemill.models.decoder import Decoder
+from tidemill.models.fingerprint import Fingerprint, word_bits
+from tidemill.models.hf_weights import hf_views, loading
+from tidemill.models.kernels.cuda.transfers import Uploads
+from tidemill.models.lora import Factors, merged_slices
+from tidemill.models.piecewise import Work, by_rows
+from tidemill.models.served_weights import Contents
+from tidemill.models.weight_slices import Slice
+
+
+class AdaptedBase:
+    """The pristine weights that adapters are added to."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        """Copy a decoder's weights."""
+        weight = decoder.embed.weight
+        self.contents = Contents.of(decoder, weight.dtype)
+        self._device = weight.device
+        self._tensors = {name: view.detach().to("cpu", copy=True) for name, view in hf_views(decoder)}
+
+    def expect(self, update: WeightUpdate, engine: str) -> None:
+        """Raise PolicyMismatch unless the update's adapter was trained on these weights."""
+        trained_on = update.base and update.base.fingerprint
+        if trained_on != self.contents.fingerprint:
+            raise PolicyMismatch(
+                f"{update.version} is an adapter of a base with fingerprint {trained_on}, and {engine} has loaded one with "
+                f"{self.contents.fingerprint}: give trainer and engines the same model folder and dtype "
+                "(engine.dtype, trainer.serving_dtype)"
+            )
+
+    def merging(self, adapter: ReceivedAdapter, spare: Decoder, uploads: Uploads | None) -> Work[Contents]:
+        """Fill the spare decoder with base and adapter; returns its contents, which are those of the sum.
+
+        Raises PolicyMismatch if the adapter is not one of this model, or if other bytes than the sum's lie there then.
+        """
+        factors = factors_of(spare, adapter)
+        expected = Fingerprint()
+        yield
+        try:
+            yield from loading(spare, _noted(merged_slices(self._rows(), self._placed(factors)), expected), uploads)
+        except ValueError as error:
+            raise PolicyMismatch(f"the base and the adapter are no weights of this model: {error}") from error
+        held = yield from Contents.summing(spare, spare.embed.weight.dtype)
+        sums = expected.sums()
+        if other := next((name for name, total in held.totals.items() if sums.get(name) != total), None):
+            raise PolicyMismatch(f"{other} was staged with other numbers than base and adapter together")
+        return held
+
+    def _placed(self, factors: Factors) -> Factors:
+        return {name: (a.to(self._device), b.to(self._device), scale) for name, (a, b, scale) in factors.items()}
+
+    def _rows(self) -> Iterator[Slice]:
+        """The base in blocks of rows, on the device. Raises PolicyMismatch when it is not what it was."""
+        for name, tensor in self._tensors.items():
+            at, words = 0, list[int | Tensor]()
+            for (rows,) in by_rows(tensor):
+                words.append(word_bits(rows))
+                offset = (at, *(0,) * (tensor.ndim - 1))
+                yield Slice(name, tuple(tensor.shape), offset, rows.to(self._device))
+                at += len(rows)
+            if sum(int(part) for part in words) % 2**64 != self.contents.words[name]:
+                raise PolicyMismatch(f"{name} of the frozen base has changed in memory since it was loaded")
+
+
+def _noted(slices: Iterator[Slice], expected: Fingerprint) -> Iterator[Slice]:
+    """The slices, each added to the fingerprint as it is handed on."""
+    with torch.no_grad():
+        for piece in slices:
+            expected.add(piece)
+            yield piece
