@@ -7,6 +7,7 @@ controller does, one after the other: it costs a hundredth of `Run`, which has t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.verified_weights import received_weights
 from tidemill.ledger.ledger import SqliteLedger
+from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.decoder import Decoder
+from tidemill.models.lora import attach
 from tidemill.models.new_model import SIZES, architecture
 from tidemill.models.weight_slices import Receiver
 from tidemill.observability.console import ProgressDisplay
@@ -113,24 +116,43 @@ class Steps(Published):
     """Publish, compute a gradient, step: as the controller does, which ends with the first error."""
 
     served: list[int] = field(default_factory=list)
+    engine: NativeEngine | None = None  # from its start on
+    engines_model: Callable[[Decoder], None] = lambda model: None  # changes the model that the engine is given
 
-    def until(self, transport: str, *, engine: dict[str, Any] | None = None, full_every: int = 1, by: str = "native") -> int:
-        """Take all steps; their number. by: what receives, the native engine or what engines with servers have."""
-        asyncio.run(self._go(transport, engine or {}, full_every, by))
+    def until(
+        self,
+        transport: str,
+        *,
+        engine: dict[str, Any] | None = None,
+        full_every: int = 1,
+        by: str = "native",
+        lora: AdapterConfig | None = None,
+    ) -> int:
+        """Take all steps; their number.
+
+        by: what receives, the native engine or what engines with servers have. lora: train an adapter, and send it alone."""
+        asyncio.run(self._go(transport, engine or {}, full_every, by, lora))
         return self.applied
 
-    async def _go(self, transport: str, engine: dict[str, Any], full_every: int, by: str) -> None:
+    async def _go(
+        self, transport: str, engine: dict[str, Any], full_every: int, by: str, lora: AdapterConfig | None
+    ) -> None:
         arch = architecture(SIZES["0.1m"], vocab=VOCAB, context=48, ends={})
         models = [Decoder(arch), Decoder(arch)]
         for model in models:
             model.initialise(torch.Generator().manual_seed(0))
         sync = SyncSettings(transport=transport, full_every=full_every)  # type: ignore[arg-type]
         settings = TrainerSettings(device="cpu", lr=1e-2)
-        trainer = NativeTrainer(models[0], settings, steps=STEPS, sender=make_sender(sync, self.folder / "weights"))
+        sender = make_sender(sync, self.folder / "weights")
+        if lora is not None:
+            attach(models[0], lora, torch.Generator().manual_seed(1))
+        self.engines_model(models[1])
+        trainer = NativeTrainer(models[0], settings, steps=STEPS, sender=sender, lora=lora, adapter_alone=lora is not None)
         chosen, receiver = EngineSettings(device="cpu", max_sequences=4, **engine), make_receiver(transport)
         served: Any = Receiving(receiver, by)
         if by == "native":
-            served = NativeEngine(models[1], chosen, receiver=receiver, version=Version(-1), name="engine-0", eos_ids=())
+            how: dict[str, Any] = {"version": Version(-1), "name": "engine-0", "eos_ids": (), "adapted": lora is not None}
+            served = self.engine = NativeEngine(models[1], chosen, receiver=receiver, **how)
         try:
             pool = EnginePool([Member("engine-0", served, await served.capabilities())])
             publisher = PoolPublisher(trainer, pool)

@@ -1,15 +1,16 @@
 """The frozen weights of an engine whose versions are adapters, and each version as their sum.
 
-    update -> received adapter, verified -> base's fingerprint -> W + scale B A, in rows, from the pristine base
+    update -> received adapter, verified -> base's fingerprint -> W' = W + scale B A, in rows, from the pristine base
            -> a spare decoder -> its sums must be those of what was merged
 
 The base lies on the host, in the served dtype, and is never written: nothing is ever subtracted from merged weights. Its
-words are compared each time it is read.
+words are compared each time it is read. Each sum is checked by a product: (W' - W) v must be scale B (A v).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from tidemill.models.lora import Factors, merged_slices
 from tidemill.models.piecewise import Work, by_rows
 from tidemill.models.served_weights import Contents
 from tidemill.models.weight_slices import Slice
+
+SLACK = 1e-3  # of products in float32, as a share
 
 
 class AdaptedBase:
@@ -56,7 +59,7 @@ class AdaptedBase:
         expected = Fingerprint()
         yield
         try:
-            yield from loading(spare, _noted(merged_slices(self._rows(), self._placed(factors)), expected), uploads)
+            yield from loading(spare, self._merged(self._placed(factors), expected), uploads)
         except ValueError as error:
             raise PolicyMismatch(f"the base and the adapter are no weights of this model: {error}") from error
         held = yield from Contents.summing(spare, spare.embed.weight.dtype)
@@ -67,6 +70,15 @@ class AdaptedBase:
 
     def _placed(self, factors: Factors) -> Factors:
         return {name: (a.to(self._device), b.to(self._device), scale) for name, (a, b, scale) in factors.items()}
+
+    def _merged(self, factors: Factors, expected: Fingerprint) -> Iterator[Slice]:
+        """Base and adapter together, in blocks of rows, each added to `expected`."""
+        for block in self._rows():
+            (piece,) = merged_slices([block], factors)
+            if block.name in factors:
+                _expect_sum(block, piece.tensor, factors[block.name])
+            expected.add(piece)
+            yield piece
 
     def _rows(self) -> Iterator[Slice]:
         """The base in blocks of rows, on the device. Raises PolicyMismatch when it is not what it was."""
@@ -81,9 +93,22 @@ class AdaptedBase:
                 raise PolicyMismatch(f"{name} of the frozen base has changed in memory since it was loaded")
 
 
-def _noted(slices: Iterator[Slice], expected: Fingerprint) -> Iterator[Slice]:
-    """The slices, each added to the fingerprint as it is handed on."""
-    with torch.no_grad():
-        for piece in slices:
-            expected.add(piece)
-            yield piece
+@torch.no_grad()
+def _expect_sum(block: Slice, merged: Tensor, factor: tuple[Tensor, Tensor, float]) -> None:
+    """Raise PolicyMismatch unless rows of a matrix and its adapter are their sum, but for rounding.
+
+    Rounding moves an element by half an eps of itself at most, in any direction, so the product of all rows with signs by
+    less than eps times the norm.
+    """
+    a, b, scale = factor
+    signs = _signs(a.shape[1]).to(a.device)
+    added = b[block.offset[0] : block.offset[0] + len(merged)] @ (a @ signs) * scale
+    found = (merged.float() - block.tensor.float()) @ signs
+    rounding = torch.finfo(merged.dtype).eps * torch.linalg.vector_norm(merged.float())
+    if (found - added).norm() > rounding + SLACK * added.norm():
+        raise PolicyMismatch(f"{block.name}: what was staged is not the base's matrix and its adapter's product together")
+
+
+@lru_cache(maxsize=8)
+def _signs(count: int) -> Tensor:
+    return torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
