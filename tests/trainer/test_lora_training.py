@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +11,22 @@ import torch
 from safetensors.torch import load_file
 from trainer_cases import LOSSES, batch, decoder
 
-from tidemill.core.errors import CheckpointError
+from tidemill.core.errors import CheckpointError, PolicyMismatch
 from tidemill.core.types import Version
 from tidemill.models.adapter_config import ADAPTER_WEIGHTS, AdapterConfig
 from tidemill.models.adapter_files import load_adapter
+from tidemill.models.adapter_update import (
+    ReceivedAdapter,
+    base_version,
+    config_block,
+    factors_of,
+    folder_fingerprint,
+    received_adapter,
+)
 from tidemill.models.hf_weights import hf_views, load_folder
-from tidemill.models.lora import attach, merge
+from tidemill.models.lora import adapter_blocks, attach, merge, merged_slices
+from tidemill.models.served_weights import Contents
+from tidemill.models.weight_slices import Slice
 from tidemill.trainer.companions import Reference
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_kinds import TrainerSettings
@@ -24,13 +35,15 @@ from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, S
 LORA = AdapterConfig(rank=3, alpha=6, base="a model")
 
 
-def trainer(seed: int = 0, folder: Path | None = None, lora: AdapterConfig = LORA, **settings: object) -> NativeTrainer:
+def trainer(
+    seed: int = 0, folder: Path | None = None, lora: AdapterConfig = LORA, adapter_alone: bool = False, **settings: object
+) -> NativeTrainer:
     policy = decoder(seed=seed)
     attach(policy, lora, torch.Generator().manual_seed(seed))
     how = TrainerSettings.model_validate({"lr": 1e-2, "device": "cpu", **settings})
     sender = None if folder is None else SharedMemorySender(folder)
     reference = Reference(policy, without_adapter=True)
-    return NativeTrainer(policy, how, steps=8, lora=lora, reference=reference, sender=sender)
+    return NativeTrainer(policy, how, steps=8, lora=lora, reference=reference, sender=sender, adapter_alone=adapter_alone)
 
 
 async def step(of: NativeTrainer) -> None:
@@ -100,6 +113,58 @@ async def test_a_checkpoint_holds_the_adapter_and_goes_on_to_the_bit(tmp_path: P
     await step(second)
     for (name, ours), theirs in zip(second.decoder.named_parameters(), first.decoder.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+async def test_a_checkpoint_of_another_base_is_refused(tmp_path: Path) -> None:
+    first = trainer()
+    await first.snapshot()
+    await first.save(str(tmp_path / "saved"))
+    policy = decoder()
+    attach(policy, LORA, torch.Generator().manual_seed(0))
+    policy.norm.weight.data[1] += 1
+    second = NativeTrainer(policy, TrainerSettings(device="cpu"), steps=8, lora=LORA)
+    with pytest.raises(CheckpointError, match=r"trained on a base with the fingerprint .*a model has .* now: bring back"):
+        await second.load(str(tmp_path / "saved"))
+    await trainer().load(str(tmp_path / "saved"))
+
+
+async def test_an_adapter_alone_is_the_merged_weights_to_an_engine(tmp_path: Path) -> None:
+    """What it brings, added to the base, are the weights that are exported; and only it travels."""
+    own = trainer(folder=tmp_path, adapter_alone=True)
+    await step(own)
+    update = await own.publish(Version(1))
+    received = received_adapter(SharedMemoryReceiver().receive(update), update, "an engine")
+    await own.export(str(tmp_path / "final"))
+    base = decoder()
+    assert update.kind == "adapter" and update.base == base_version(Contents.of(base, torch.float32).fingerprint)
+    summed = merged_slices((Slice.whole(*each) for each in hf_views(base)), factors_of(base, received))
+    exported = dict(hf_views(load_folder(tmp_path / "final")))
+    assert all(torch.equal(exported[piece.name], piece.tensor) for piece in summed)
+    config = len(config_block(LORA).tensor)
+    assert update.bytes == config + sum(p.nbytes for n, p in own.decoder.named_parameters() if ".adapter." in n)
+    assert update.whole == update.bytes + sum(p.nbytes for p in base.parameters())
+    assert folder_fingerprint(tmp_path / "final-adapter") == update.version.fingerprint
+    await own.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda t: {**t, "model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(3, 4)},
+            "up_proj.lora_A.weight belongs to no",
+        ),
+        (lambda t: {n: x for n, x in t.items() if n != min(t)}, "is missing"),
+        (lambda t: {n: x[:2] for n, x in t.items()}, r"is \[2, \d+\], expected \[3, \d+\]"),
+    ],
+)
+def test_an_adapter_of_another_model_is_named(change: Any, told: str) -> None:
+    config, policy = AdapterConfig(rank=3, targets=("q_proj",)), decoder()
+    attach(policy, config)
+    tensors = {block.name: block.tensor.detach() for block in adapter_blocks(policy)}
+    assert len(factors_of(decoder(), ReceivedAdapter(config, tensors))) == 2
+    with pytest.raises(PolicyMismatch, match=told):
+        factors_of(decoder(), ReceivedAdapter(config, change(tensors)))
 
 
 async def test_another_adapters_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:

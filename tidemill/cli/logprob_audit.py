@@ -125,7 +125,7 @@ async def replay(run: RunFolder, rows: int = ROWS) -> Replay:
 def _candidates(run: RunFolder, adapters: bool) -> Iterator[tuple[Path, int | None]]:
     """Model folders of a run, and the step whose weights they should be; None: the last one's.
 
-    adapters: that are added to the initial model; the first one is on no disk."""
+    adapters: that are added to the initial model."""
     if run.initial.is_dir() and not adapters:
         yield run.initial, 0
     for folder in sorted(run.checkpoints.glob("step-*")):
@@ -142,6 +142,8 @@ def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> 
     dtype = getattr(torch, config.trainer.serving_dtype)
     found, strangers = list[Stored](), list[str]()
     last = max((version.step for version in published), default=0)
+    if config.adapter_rank and run.initial.is_dir():  # the first adapter adds nothing
+        found.append(Stored(run.initial, tuple(version for version in published if version.step == 0)))
     for folder, step in _candidates(run, adapters=config.adapter_rank > 0):
         own = folder_fingerprint(folder) if config.adapter_rank else Contents.of(load_merged(folder), dtype).fingerprint
         versions = tuple(version for version in published if version.fingerprint == own)

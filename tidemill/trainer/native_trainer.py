@@ -33,7 +33,7 @@ from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.exports import export_policy, export_scored
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.parallel_micro_batches import Lanes
-from tidemill.trainer.publication import DTYPES, Publication
+from tidemill.trainer.publication import DTYPES, Publication, TrainedAdapter
 from tidemill.trainer.ranks import Ranks
 from tidemill.trainer.telemetry import Offload, Recorder
 from tidemill.trainer.trainer_checkpoint import Snapshot, load_checkpoint
@@ -116,11 +116,11 @@ class NativeTrainer:
             lanes=Lanes(threads if self.device.type == "cpu" and self._ranks.size == 1 else 1, cores),
             ranks=self._ranks,
         )
-        self._lora = lora
+        self._adapter = lora and TrainedAdapter.of(lora, self.decoder, self._ranks, settings.serving_dtype)
         self._source = None if source is None else Path(source)
         self._publication: Publication | None = None
         if sender is not None:
-            alone = lora if adapter_alone else None
+            alone = self._adapter if adapter_alone else None
             self._publication = Publication(self.decoder, sender, self._ranks, settings.serving_dtype, process, alone)
         self._offload, self._recorder = offload, Recorder(process)
         self._snapshot: Snapshot | None = None
@@ -268,7 +268,7 @@ class NativeTrainer:
 
         def run() -> None:
             with self._recorder.span("save"):
-                snapshot.write(Path(folder), self._source, wrote, self._lora)
+                snapshot.write(Path(folder), self._source, wrote, self._adapter)
             self._room = snapshot
 
         await asyncio.to_thread(run)  # bounded: by the disk; a caller in another process has its deadline
@@ -276,7 +276,7 @@ class NativeTrainer:
     async def load(self, folder: str) -> None:
         """Restore the trainer from `folder`. Raises CheckpointError, and changes nothing, if it does not fit."""
         await self._copied()
-        whole = self.decoder, self._optimizer, self._kept, self._sums
+        whole = self.decoder, self._optimizer, self._kept, self._sums, self._adapter
         async with self._steady:
             await self._do("load", lambda: load_checkpoint(Path(folder), *whole))
         if self._publication is not None:
@@ -285,7 +285,7 @@ class NativeTrainer:
     async def export(self, folder: str) -> None:
         """Write the policy (or the critic) to `folder` as a Hugging Face model; the first of several ranks writes it."""
         to = Path(folder), self._source, DTYPES[self.settings.serving_dtype], self._ranks.rank == 0
-        policy, scored = partial(export_policy, self.decoder, *to, self._lora), self._exports
+        policy, scored = partial(export_policy, self.decoder, *to, self._adapter and self._adapter.config), self._exports
         await self._do("export", policy if scored is None else partial(export_scored, scored, *to))
 
     async def sleep(self) -> None:

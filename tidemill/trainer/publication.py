@@ -43,6 +43,24 @@ class _Payload:
     beside: int = 0  # bytes of this rank's blocks of that base
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedAdapter:
+    """An adapter's configuration, and the frozen weights that it is trained on."""
+
+    config: AdapterConfig
+    base: str  # fingerprint of the frozen weights as they are held
+    served: Version  # their name in the served dtype
+    bytes: int  # of this rank's part of them in that dtype
+
+    @classmethod
+    def of(cls, config: AdapterConfig, decoder: Decoder, ranks: Ranks, dtype: str) -> TrainedAdapter:
+        """Sum up the frozen weights; all ranks must do so at the same time. dtype: that is served."""
+        blocks, held, served = list(ranks.own(hf_blocks(decoder))), decoder.embed.weight.dtype, DTYPES[dtype]
+        found = [Contents.of_blocks(decoder, blocks, each, ranks.sums).fingerprint for each in dict.fromkeys((held, served))]
+        size = sum(block.tensor.numel() for block in blocks) * served.itemsize
+        return cls(config, found[0], base_version(found[-1]), size)
+
+
 class Publication:
     """Publishes one policy's weights through a transport."""
 
@@ -53,13 +71,12 @@ class Publication:
         ranks: Ranks,
         dtype: str,
         process: str,
-        adapter: AdapterConfig | None = None,
+        adapter: TrainedAdapter | None = None,
     ) -> None:
         """dtype: that is served. process: named by injected faults. adapter: it travels alone; None: whole weights do."""
         self._decoder, self._sender, self._ranks = decoder, sender, ranks
         self._dtype, self._process, self._adapter = dtype, process, adapter
         self._announced: Announced | None = None  # the latest publication; None before the first, and after `forget`
-        self._base: tuple[Version, int] | None = None  # the frozen weights and their bytes here, once they were summed
 
     def publish(self, version: Version, updates: int, applied: Metrics) -> WeightUpdate:
         """Send or offer the weights as they are now.
@@ -117,16 +134,12 @@ class Publication:
         sent = [block for block in blocks if block.tensor.numel()]
         return _Payload(own, masters, sent, lambda: serving_slices(decoder, dtype, merged_slices(blocks, factors)))
 
-    def _alone(self, config: AdapterConfig) -> _Payload:
-        add_up, decoder = self._ranks.sums, self._decoder
-        if self._base is None:
-            frozen, dtype = list(self._ranks.own(hf_blocks(decoder))), DTYPES[self._dtype]
-            bytes_here = sum(block.tensor.numel() for block in frozen) * dtype.itemsize
-            self._base = base_version(Contents.of_blocks(decoder, frozen, dtype, add_up).fingerprint), bytes_here
-        blocks = [*self._ranks.own(adapter_blocks(decoder)), config_block(config, whole=self._ranks.rank == 0)]
-        own = Contents.of_adapter(decoder, blocks, add_up)
+    def _alone(self, adapter: TrainedAdapter) -> _Payload:
+        decoder = self._decoder
+        blocks = [*self._ranks.own(adapter_blocks(decoder)), config_block(adapter.config, whole=self._ranks.rank == 0)]
+        own = Contents.of_adapter(decoder, blocks, self._ranks.sums)
         sent = [block for block in blocks if block.tensor.numel()]
-        return _Payload(own, own.words, sent, lambda: iter(sent), *self._base)
+        return _Payload(own, own.words, sent, lambda: iter(sent), adapter.served, adapter.bytes)
 
     def _sent(self, version: Version, payload: _Payload) -> WeightUpdate:
         onto = {} if payload.base is None else {"base": payload.base, "adapter": True}

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from tidemill.core.errors import CheckpointError, CodecError, UnsupportedModel
 from tidemill.core.serialization import parse_json
-from tidemill.models.adapter_config import ADAPTER_WEIGHTS, AdapterConfig
+from tidemill.models.adapter_config import ADAPTER_WEIGHTS
 from tidemill.models.adapter_files import ADAPTER_STEM, PREFIX, save_adapter
 from tidemill.models.architecture import Architecture
 from tidemill.models.block_files import BlockReader, rank_file, rank_files, write_blocks
@@ -41,6 +41,7 @@ from tidemill.models.lora import adapter_blocks, has_adapter, trained_blocks
 from tidemill.models.weight_slices import Slice
 from tidemill.trainer.moments import DecodedBlock
 from tidemill.trainer.optimizer import Optimizer
+from tidemill.trainer.publication import TrainedAdapter
 from tidemill.trainer.ranks import Ranks
 from tidemill.trainer.replica_sums import ReplicaSums
 
@@ -143,23 +144,23 @@ class Snapshot:
         self.left.clear()
 
     def write(
-        self, folder: Path, source: Path | None, wrote: Callable[[Path], None], lora: AdapterConfig | None = None
+        self, folder: Path, source: Path | None, wrote: Callable[[Path], None], adapter: TrainedAdapter | None = None
     ) -> None:
         """Write the snapshot to `folder`, of one rank its files. Raises CheckpointError when that fails.
 
-        source: folder whose tokenizer is copied. wrote: called with each large file when it is written. lora: of an
-        adapter, whose weights these are.
+        source: folder whose tokenizer is copied. wrote: called with each large file when it is written. adapter:
+        whose weights these are.
         """
         rank, several = self.ranks.rank, self.ranks.size > 1
         try:
             folder.mkdir(parents=True, exist_ok=several)
             if rank == 0:
                 whole = {} if several else {block.name: block.tensor for block in self.weights}
-                if lora is None:
+                if adapter is None:
                     write_model(folder, self.arch, whole.items(), source, self.dtype)
                 else:
-                    save_adapter(whole, lora, folder)
-            stem = "model" if lora is None else ADAPTER_STEM
+                    save_adapter(whole, adapter.config, folder)
+            stem = "model" if adapter is None else ADAPTER_STEM
             if several:
                 write_blocks(folder / rank_file(stem, rank, self.ranks.size), self.weights)
             for file in sorted(folder.glob(rank_file(stem, rank, self.ranks.size) if several else "*.safetensors")):
@@ -169,7 +170,8 @@ class Snapshot:
             write_blocks(path, [*self.optimizer, *random], save_file)
             wrote(path)
             if rank == 0:
-                (folder / _STATE).write_text(json.dumps({"format": FORMAT, "updates": self.updates}))
+                state = {"format": FORMAT, "updates": self.updates} | ({"base": adapter.base} if adapter else {})
+                (folder / _STATE).write_text(json.dumps(state))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: {error}") from error
 
@@ -187,13 +189,20 @@ def _places(blocks: Iterable[Slice], room: Iterable[Slice]) -> list[Slice]:
     return [replace(block, tensor=known[block.name] if fits(block) else next(made)) for block in blocks]
 
 
-def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept], sums: ReplicaSums) -> None:
+def load_checkpoint(
+    folder: Path,
+    decoder: Decoder,
+    optimizer: Optimizer,
+    kept: Sequence[Kept],
+    sums: ReplicaSums,
+    adapter: TrainedAdapter | None = None,
+) -> None:
     """Restore decoder, optimizer, random states, `kept` and `sums` to the moment of the snapshot.
 
     Any number of ranks may have written it, and each rank reads the rows that it holds. Raises CheckpointError, and changes
     nothing, when the folder does not fit.
     """
-    updates = _read_state(folder / _STATE)
+    updates = _read_state(folder / _STATE, adapter)
     files = rank_files(folder, _STEM) or [folder / OPTIMIZER]
     reader = BlockReader(files)
     random = {name: state for name in (_CPU_RNG, _CUDA_RNG) if (state := reader.whole(name)) is not None}
@@ -256,7 +265,8 @@ def _random() -> dict[str, Tensor]:
     return states
 
 
-def _read_state(file: Path) -> int:
+def _read_state(file: Path, adapter: TrainedAdapter | None) -> int:
+    """The number of updates done. Raises CheckpointError if the adapter was trained on another base."""
     try:
         state = parse_json(file.read_bytes())
     except (OSError, CodecError) as error:
@@ -268,4 +278,9 @@ def _read_state(file: Path) -> int:
     updates = state.get("updates")
     if not isinstance(updates, int) or updates < 0:
         raise CheckpointError(f"{file}: updates = {updates!r}, expected a number >= 0")
+    if adapter is not None and state.get("base") != adapter.base:
+        raise CheckpointError(
+            f"{file}: the adapter was trained on a base with the fingerprint {state.get('base')}, and {adapter.config.base} "
+            f"has {adapter.base} now: bring back the model folder as it was, or begin a new run"
+        )
     return updates
