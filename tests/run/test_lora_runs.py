@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 import tidemill
 from tidemill.cli.main import app
 from tidemill.envs.guess import ALPHABET
-from tidemill.models.adapter_config import ADAPTER_WEIGHTS, AdapterConfig
+from tidemill.models.adapter_config import ADAPTER_WEIGHTS, QUANTISED_BASE, AdapterConfig
 from tidemill.models.adapter_files import PREFIX, read_tensors
 from tidemill.models.hf_weights import hf_views, load_folder
 from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.models.quantised_base import load_served
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +42,40 @@ def train(model: Path, folder: Path, steps: int = 4, **more: Any) -> tidemill.Ru
     return tidemill.train(env, model, run_dir=folder, quiet=True, steps=steps, max_lag=0, **how | more)
 
 
-def test_a_run_goes_on_to_the_bit_and_commands_read_it(model: Path, tmp_path: Path) -> None:
-    whole, cut = train(model, tmp_path / "whole"), train(model, tmp_path / "cut", steps=2)
-    cut = train(model, tmp_path / "cut")
+@pytest.mark.parametrize(("base_dtype", "publish"), [("float32", "adapter"), ("nf4", "adapter")])
+def test_a_run_goes_on_to_the_bit_and_commands_read_it(model: Path, tmp_path: Path, base_dtype: str, publish: str) -> None:
+    lora = {"rank": 4, "targets": ["q_proj", "down_proj"], "base_dtype": base_dtype, "publish": publish}
+    how: dict[str, Any] = {"trainer": {"lora": lora, "lr": 1e-2}}
+    whole, cut = train(model, tmp_path / "whole", **how), train(model, tmp_path / "cut", steps=2, **how)
+    cut = train(model, tmp_path / "cut", **how)
     ours, theirs = (load_file(run.folder / "final-adapter" / ADAPTER_WEIGHTS) for run in (whole, cut))
     assert ours and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert any(tensor.abs().max() > 0 for name, tensor in ours.items() if "lora_B" in name), "it was trained"
     assert whole.report["mismatch_lag0"]["max"] < 1e-4
-    base, final = dict(hf_views(load_folder(model))), dict(hf_views(load_folder(whole.final)))
+    base, final = dict(hf_views(load_served(model, base_dtype))), dict(hf_views(load_folder(whole.final)))
     moved = {name for name in base if not torch.equal(base[name], final[name])}
     assert moved and all("q_proj" in name or "down_proj" in name for name in moved)
 
     said = CliRunner().invoke(app, ["parity", str(whole.folder)])
     assert said.exit_code == 0 and "what was recorded is what these weights say" in said.output, said.output
-    said = CliRunner().invoke(app, ["merge", str(whole.folder / "final-adapter"), str(tmp_path / "merged")])
-    assert said.exit_code == 0, said.output
-    merged = dict(hf_views(load_folder(tmp_path / "merged")))
-    assert all(torch.equal(merged[name], tensor) for name, tensor in final.items())
+    adapter = whole.folder / "final-adapter"
+    (adapter / QUANTISED_BASE).rename(tmp_path / "said") if base_dtype != "float32" else None
+    for more in (["--base-dtype", base_dtype], []):  # named, and as the adapter says
+        said = CliRunner().invoke(app, ["merge", str(adapter), str(tmp_path / "merged"), *more])
+        assert said.exit_code == 0, said.output
+        merged = dict(hf_views(load_folder(tmp_path / "merged")))
+        assert all(torch.equal(merged[name], tensor) for name, tensor in final.items())
+        if more and base_dtype != "float32":
+            (tmp_path / "said").rename(adapter / QUANTISED_BASE)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shard", ["none", "zero2", "zero3"])
-def test_ranks_save_an_adapter_that_one_rank_goes_on_with(model: Path, tmp_path: Path, shard: str) -> None:
-    lora = {"rank": 3, "targets": ["q_proj", "down_proj"]}
+@pytest.mark.parametrize(
+    ("shard", "base_dtype"),
+    [("none", "float32"), ("zero2", "float32"), ("zero3", "float32"), ("none", "nf4"), ("zero3", "nf4")],
+)
+def test_ranks_save_an_adapter_that_one_rank_goes_on_with(model: Path, tmp_path: Path, shard: str, base_dtype: str) -> None:
+    lora = {"rank": 3, "targets": ["q_proj", "down_proj"], "base_dtype": base_dtype}
     several = {
         "trainer": {"lora": lora, "lr": 1e-2, "ranks": 2, "shard": shard},
         "placement": "local",
@@ -73,7 +85,7 @@ def test_ranks_save_an_adapter_that_one_rank_goes_on_with(model: Path, tmp_path:
     saved = read_tensors(first.folder / "checkpoints" / "step-000002" / "trainer")
     exported = load_file(first.folder / "final-adapter" / ADAPTER_WEIGHTS)
     assert len(saved) == 8 and all(torch.equal(saved[name.removeprefix(PREFIX)], exported[name]) for name in exported)
-    base, final = dict(hf_views(load_folder(model))), dict(hf_views(load_folder(first.final)))
+    base, final = dict(hf_views(load_served(model, base_dtype))), dict(hf_views(load_folder(first.final)))
     assert {name for name in base if not torch.equal(base[name], final[name])} <= {f"{n[:-14]}.weight" for n in saved}
     assert CliRunner().invoke(app, ["parity", str(first.folder)]).exit_code == 0
 
@@ -96,6 +108,17 @@ def test_what_cannot_be_trained_is_one_sentence(model: Path, tmp_path: Path, giv
     with pytest.raises(ValueError, match="") as refused:
         train(model, tmp_path / "run", trainer={"lora": given})
     assert sentence in str(refused.value)
+
+
+def test_engines_of_a_reference_do_not_serve_a_quantised_base(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"base_dtype = 'nf4' with placement.reference_engines = 1: they would serve"):
+        train(
+            model,
+            tmp_path / "run",
+            trainer={"lora": {"base_dtype": "nf4"}},
+            placement={"kind": "local", "reference_engines": 1},
+            deterministic=False,
+        )
 
 
 def test_merge_asks_for_a_base_that_is_not_there(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tidemill.core.types import Version
 from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.local_shards import first_row, local
 from tidemill.models.lora import adapters, attach
+from tidemill.models.quantised_base import quantise_base
 from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.ranks import Ranks, ShardedRanks
@@ -81,6 +82,8 @@ def run(case, made):
 
     def models():
         policy = decoder(dtype, **case.get("model", {}))
+        if case.get("base"):
+            quantise_base(policy, case["base"])
         if case.get("lora"):
             adapt(policy)
         critic = value_model(policy if case.get("head") else None, dtype=dtype) if with_critic else None

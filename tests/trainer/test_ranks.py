@@ -1,5 +1,7 @@
 """Gradients of several ranks, each a process, equal those of one (I6)."""
 
+from typing import Any
+
 import pytest
 from rank_processes import together
 
@@ -31,8 +33,11 @@ def name_of(case):
     return "-".join(str(v) if not isinstance(v, dict) else "-".join(map(str, v.values())) for v in case.values())
 
 
-FEW = [(2, {"shard": shard, "dtype": "float64", "rows": rows}) for shard in ("zero2", "zero3") for rows in ("ppo", "ragged")]
+FEW: list[tuple[int, dict[str, Any]]] = [
+    (2, {"shard": shard, "dtype": "float64", "rows": rows}) for shard in ("zero2", "zero3") for rows in ("ppo", "ragged")
+]
 FEW.append((2, {"shard": "zero3", "dtype": "float64", "rows": "grpo", "lora": True, "checkpointing": False}))
+FEW.append((2, {"shard": "zero3", "dtype": "float64", "rows": "grpo", "lora": True, "base": "nf4", "checkpointing": True}))
 FEW.append((2, {"shard": "none", "dtype": "float32", "rows": "ppo", "reduce": "int8"}))
 ALL = [(size, case) for size in (2, 4) for case in cases(size)]
 

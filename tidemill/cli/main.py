@@ -189,11 +189,14 @@ def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter, as PEFT has it")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the model to make")],
     base: Annotated[str, typer.Option(help="Folder of the base model. Left out: as the adapter names it")] = "",
+    base_dtype: Annotated[
+        Literal["", "float32", "nf4", "int8"], typer.Option(help="Numbers of the base. Left out: as the adapter says")
+    ] = "",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights to write")] = "float32",
     as_json: AsJson = False,
 ) -> None:
     """Add a LoRA adapter to its model, and write the sum as a model folder."""
-    _run("merge", adapter, out, base, dtype, as_json)
+    _run("merge", adapter, out, base, base_dtype, dtype, as_json)
 
 
 pool = typer.Typer(help="Add engines to a run that goes on, or remove some.", no_args_is_help=True)

@@ -14,6 +14,7 @@ from pydantic import Field
 from tidemill.core.config import Config
 from tidemill.core.registry import KindSettings, Registry
 from tidemill.core.types import Version
+from tidemill.models.adapter_config import BaseDtype
 from tidemill.runtime.cpu_sharing import CoreShare
 
 UNPUBLISHED = Version(-1)  # an engine's version before the first publication; nothing may be sampled from it
@@ -73,6 +74,7 @@ class EngineSpec(Config):
     cached_versions: int = 2  # recent versions whose prefix cache may still be found
     sleeps: bool = False  # it sleeps before each update, so it needs no memory for weights beside those it serves
     adapter_rank: int = 0  # highest rank of the adapters that its versions are; 0: they are whole weights
+    base_dtype: BaseDtype = "float32"  # numbers of the model that these adapters are added to
     core_share: CoreShare | None = None  # None: its cores are its own
     profile: Path | None = None  # folder for `operator_profiler`
     logs: Path | None = None  # folder for the log of a server that this engine starts

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tidemill.core.errors import CodecError, UnsupportedModel
 from tidemill.core.serialization import parse_json
@@ -19,6 +19,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EVERY = "all-linear"  # PEFT's word for all matrices of the layers
+QUANTISED_BASE = "quantised_base.json"  # beside the configuration, which PEFT reads: it knows no such setting
+BaseDtype = Literal["float32", "nf4", "int8"]
 MOST = 1_000_000  # of a number in a configuration; more is a mistake
 NEUTRAL: Mapping[str, Sequence[Any]] = {  # settings that are refused unless they have one of these values
     "bias": ("none",),
@@ -53,6 +55,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict[str, float])
     dropout: float = 0.0  # while it is trained
     base: str = ""  # model that it was trained on
+    base_dtype: BaseDtype = "float32"  # how its layers' matrices were held
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -78,7 +81,7 @@ class AdapterConfig:
             raise UnsupportedModel(f"{folder}: no {ADAPTER_CONFIG} there; expected the folder of a PEFT adapter") from None
         except OSError as error:
             raise UnsupportedModel(f"{path}: {error}") from None
-        return cls.from_json(text, path)
+        return replace(cls.from_json(text, path), base_dtype=_base_dtype(Path(folder) / QUANTISED_BASE))
 
     @classmethod
     def from_json(cls, text: bytes, path: str | Path) -> AdapterConfig:
@@ -108,6 +111,12 @@ class AdapterConfig:
             dropout=_number(path, raw, "lora_dropout", 0.0, float, least=0.0),
             base=str(raw.get("base_model_name_or_path") or ""),
         )
+
+    def write(self, folder: Path) -> None:
+        """Write `adapter_config.json`, and `quantised_base.json` if the base was quantised."""
+        (folder / ADAPTER_CONFIG).write_text(self.to_json())
+        if self.base_dtype != "float32":
+            (folder / QUANTISED_BASE).write_text(json.dumps({"base_dtype": self.base_dtype}) + "\n")
 
     def to_json(self) -> str:
         """The text of `adapter_config.json`, as PEFT reads it."""
@@ -143,6 +152,19 @@ def _matches(names: tuple[str, ...] | str, module: str) -> bool:
 
 def _by_pattern(pattern: Mapping[str, float], module: str, default: float) -> float:
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def _base_dtype(path: Path) -> BaseDtype:
+    try:
+        raw = parse_json(path.read_bytes())
+    except FileNotFoundError:
+        return "float32"
+    except (OSError, CodecError) as error:
+        raise UnsupportedModel(f"{path}: {error}") from None
+    given = raw.get("base_dtype") if isinstance(raw, dict) else None
+    if (found := next((known for known in get_args(BaseDtype) if known == given), None)) is None:
+        raise UnsupportedModel(f"{path}: base_dtype = {given!r:.80}, expected one of {', '.join(get_args(BaseDtype))}")
+    return found
 
 
 def _number(path: str | Path, raw: dict[str, Any], name: str, default: float, kind: type, least: float = 1e-9) -> Any:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tidemill.core.atomic_files import whole_folder
 from tidemill.core.errors import CheckpointError, PolicyMismatch, UnsupportedModel
-from tidemill.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig
+from tidemill.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, BaseDtype
 from tidemill.models.block_files import rank_files
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_files import file_slices
-from tidemill.models.hf_weights import load_folder
 from tidemill.models.lora import A, B, Factors, adapter_blocks, attach, merge
+from tidemill.models.quantised_base import load_served
 from tidemill.models.weight_slices import whole_tensors
 
 ADAPTER_STEM = "adapter"  # of the files of several ranks
@@ -39,11 +39,14 @@ def load_adapter(decoder: Decoder, folder: str | Path) -> AdapterConfig:
     return config
 
 
-def load_merged(folder: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The model of a folder: a Hugging Face model, or an adapter added to its base. Raises UnsupportedModel."""
+def load_merged(folder: str | Path, dtype: torch.dtype = torch.float32, base_dtype: BaseDtype = "float32") -> Decoder:
+    """The model of a folder: a Hugging Face model, or an adapter added to its base. Raises UnsupportedModel.
+
+    base_dtype: of a model's folder, the numbers that an adapter is trained on; an adapter's folder says so itself.
+    """
     if not (Path(folder) / ADAPTER_CONFIG).is_file():
-        return load_folder(folder, dtype)
-    decoder = load_folder(base_of(folder))
+        return load_served(folder, base_dtype, dtype)
+    decoder = load_served(base_of(folder), AdapterConfig.from_folder(folder).base_dtype)
     load_adapter(decoder, folder)
     merge(decoder)
     return decoder.to(dtype)
@@ -102,7 +105,7 @@ def export_adapter(factors: Factors, config: AdapterConfig, folder: Path) -> Non
 
 def save_adapter(tensors: Mapping[str, Tensor], config: AdapterConfig, folder: Path) -> None:
     """Write an adapter into a folder that exists; without tensors, as ranks write those, the configuration alone."""
-    (folder / ADAPTER_CONFIG).write_text(config.to_json())
+    config.write(folder)
     if not tensors:
         return
     given = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -146,6 +146,11 @@ def matrices(arch: Architecture) -> list[tuple[int, int]]:
     return [*layer, (arch.hidden, arch.intermediate)] * arch.layers + [(arch.vocab, arch.hidden)]
 
 
+def wide_matrices(arch: Architecture) -> int:
+    """The numbers of the layers' matrices: those that a quantised base holds in few bits."""
+    return sum(n * k for n, k in matrices(arch)[:-1])
+
+
 def parameters(arch: Architecture) -> int:
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     vectors = 2 * arch.hidden + 2 * arch.head_dim * arch.qk_norm + (q + 2 * kv) * arch.qkv_bias + arch.hidden * arch.o_bias

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tidemill.core.atomic_files import whole_folder
@@ -27,6 +27,7 @@ from tidemill.models.hf_files import check_headers, folder_slices, is_buffer, we
 from tidemill.models.kernels.cuda.transfers import Uploads
 from tidemill.models.local_shards import first_row, full, local
 from tidemill.models.piecewise import Work, at_once, by_rows
+from tidemill.models.quantised_linear import Base
 from tidemill.models.served_linear import Linear
 from tidemill.models.weight_slices import Coverage, Slice
 
@@ -35,16 +36,20 @@ SCORE = "score.weight"  # [1, D] in a folder for sequence classification with on
 _HEAD = "lm_head.weight"
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 MAX_SHARD_BYTES = 4 << 30
+Through = Callable[[Decoder, Iterable[Slice]], Iterable[Slice]]
 
 
 def hf_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, view of a parameter) of every tensor; writing to a view changes the decoder.
 
     The views are detached. A tied head is no tensor of its own. Of a sharded decoder they are gathered copies, for which all
-    ranks must iterate; see `hf_blocks`.
+    ranks must iterate; see `hf_blocks`. What is held in few bits is dequantised, matrix by matrix.
     """
     for _, places in groupby(_places(decoder), key=lambda place: id(place.parameter)):
         stacked = list(places)
+        if (base := stacked[0].base) is not None:
+            yield from ((place.name, base.part(place.first)) for place in stacked)
+            continue
         whole = full(stacked[0].parameter.detach())
         for place in stacked:
             yield place.name, whole[place.first : place.first + place.rows]
@@ -53,9 +58,15 @@ def hf_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 def hf_blocks(decoder: Decoder) -> Iterator[Slice]:
     """The block of every tensor that this process holds, as a view: of a sharded decoder some rows, else all.
 
-    A tensor of which it holds nothing comes as an empty block.
+    A tensor of which it holds nothing comes as an empty block. What is held in few bits, by all ranks, comes dequantised and
+    whole from one of them.
     """
     for place in _places(decoder):
+        if place.base is not None:
+            inputs = place.parameter.shape[1]
+            rows = place.base.part(place.first) if place.base.owned else torch.empty(0, inputs)
+            yield Slice(place.name, (place.rows, inputs), (0, 0), rows)
+            continue
         held, at = local(place.parameter.detach()), first_row(place.parameter)
         begin, end = max(at, place.first), min(at + len(held), place.first + place.rows)
         rows = held[begin - at : end - at] if begin < end else held[:0]
@@ -71,6 +82,7 @@ class _Place(NamedTuple):
     parameter: Tensor
     first: int  # its first row there
     rows: int
+    base: Base | None = None  # what holds the numbers, if the parameter is a shape only
 
 
 def _places(decoder: Decoder) -> Iterator[_Place]:
@@ -109,12 +121,12 @@ def _layer_places(layer: Layer) -> Iterator[_Place]:
     yield from _stacked(layer.down, {"mlp.down_proj": layer.down.out_features})
 
 
-def _stacked(linear: nn.Linear, sizes: dict[str, int]) -> Iterator[_Place]:
+def _stacked(linear: Linear, sizes: dict[str, int]) -> Iterator[_Place]:
     """The projections that are stacked in `linear`, in order."""
     for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
         first = 0
         for name, rows in sizes.items() if parameter is not None else ():
-            yield _Place(f"{name}.{kind}", parameter, first, rows)
+            yield _Place(f"{name}.{kind}", parameter, first, rows, linear.base if kind == "weight" else None)
             first += rows
 
 
@@ -181,16 +193,17 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, *, through: Through | None = None) -> Decoder:
     """The model of a Hugging Face folder (`config.json` and safetensors, whole or sharded).
 
-    Files are memory-mapped and copied tensor by tensor. Raises UnsupportedModel, a ValueError, if the folder is not such
-    a model, is incomplete, or asks for something that this decoder does not compute.
+    Files are memory-mapped and copied tensor by tensor. through: makes what is loaded of the decoder and the files' tensors.
+    Raises UnsupportedModel, a ValueError, if the folder is not such a model, is incomplete, or asks for something that this
+    decoder does not compute.
     """
     folder = Path(folder)
     arch = Architecture.from_folder(folder)
     aside = {_HEAD: list[Tensor]()} if arch.tied else {}
-    decoder = _read(folder, arch, dtype, aside)
+    decoder = _read(folder, arch, dtype, aside, through)
     if any(not torch.equal(head.to(dtype), decoder.embed.weight) for head in aside.get(_HEAD, [])):
         raise UnsupportedModel(
             f"{folder}: config.json ties the head to the embedding, but its lm_head.weight differs from it; "
@@ -220,7 +233,9 @@ def check_folder(folder: str | Path, scored: bool = False) -> None:
     check_headers(folder, {name: tuple(view.shape) for name, view in hf_views(_shaped(arch))}, aside)
 
 
-def _read(folder: Path, arch: Architecture, dtype: torch.dtype, aside: dict[str, list[Tensor]]) -> Decoder:
+def _read(
+    folder: Path, arch: Architecture, dtype: torch.dtype, aside: dict[str, list[Tensor]], through: Through | None = None
+) -> Decoder:
     """A decoder with a folder's weights; tensors named in `aside` are put there."""
     _check_size(arch, folder)
     decoder = empty_decoder(arch, dtype)
@@ -233,7 +248,7 @@ def _read(folder: Path, arch: Architecture, dtype: torch.dtype, aside: dict[str,
                 yield piece
 
     try:
-        load_slices(decoder, wanted())
+        load_slices(decoder, wanted() if through is None else through(decoder, wanted()))
     except ValueError as error:
         raise UnsupportedModel(str(error) if isinstance(error, UnsupportedModel) else f"{folder}: {error}") from None
     return decoder

@@ -44,11 +44,12 @@ class Factor:
 class Adapter(nn.Module):
     """The adapters of the projections that are stacked in one matrix [N, K]."""
 
-    def __init__(self, factors: Sequence[Factor], weight: Tensor) -> None:
+    def __init__(self, factors: Sequence[Factor], inputs: int, beside: Tensor) -> None:
+        """beside: a tensor of the dtype and on the device that the adapters are to have."""
         super().__init__()
         self.factors = tuple(factors)
-        kept = {"dtype": weight.dtype, "device": weight.device}
-        self.a = nn.ParameterList(nn.Parameter(torch.empty(each.rank, weight.shape[1], **kept)) for each in factors)
+        kept = {"dtype": beside.dtype, "device": beside.device}
+        self.a = nn.ParameterList(nn.Parameter(torch.empty(each.rank, inputs, **kept)) for each in factors)
         self.b = nn.ParameterList(nn.Parameter(torch.zeros(each.rows, each.rank, **kept)) for each in factors)
         self.off = False
 
@@ -84,7 +85,7 @@ def attach(decoder: Decoder, config: AdapterConfig, generator: torch.Generator |
         ]
         if not factors:
             continue
-        linear.adapter = Adapter(factors, linear.weight)
+        linear.adapter = Adapter(factors, linear.in_features, decoder.embed.weight)
         bound = 1 / math.sqrt(linear.in_features)
         for a in linear.adapter.a:
             with torch.no_grad():
@@ -171,7 +172,8 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 @torch.no_grad()
 def merge(decoder: Decoder) -> None:
-    """Add the adapters to the matrices of an unsharded decoder, and take them away."""
+    """Add the adapters to the float32 matrices of an unsharded decoder, and take them away."""
+    assert all(linear.base is None for linear, _ in adapters(decoder)), "load the base by `load_served`"
     for block, sum_of_both in zip(
         hf_blocks(decoder), merged_slices(hf_blocks(decoder), gathered_factors(decoder)), strict=True
     ):

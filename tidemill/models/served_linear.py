@@ -20,6 +20,7 @@ from tidemill.models.kernels.cpu.bindings import BLOCK
 from tidemill.models.kernels.cpu.trained_kernels import Deferred, Gated, Normed, as_tensor
 from tidemill.models.kernels.library import native
 from tidemill.models.piecewise import Work, by_rows
+from tidemill.models.quantised_linear import Base
 from tidemill.models.trained_linear import NARROW, Matrix, mixes, product, widened
 
 _OURS = ("cpu", "cuda")  # devices with products other than PyTorch's own
@@ -76,10 +77,12 @@ class Linear(nn.Linear):
         self.packed = Packed()
         self.gathered: Matrix | None = None  # see `gathering`
         self.adapter: nn.Module | None = None  # adds to the output, see `lora`
+        self.base: Base | None = None  # the matrix in few bits, see `quantised_base`; the weight is a shape only
 
     def onto(self, x: Tensor, input: Tensor | Deferred) -> Tensor:
         """x plus the layer's output for `input`; x itself on a device without a gradient."""
-        adds = x.is_cuda and x.dtype == input.dtype == self.weight.dtype and self.bias is None and self.adapter is None
+        plain = self.bias is None and self.adapter is None and self.base is None
+        adds = plain and x.is_cuda and x.dtype == input.dtype == self.weight.dtype
         if adds and not torch.is_grad_enabled() and isinstance(input, Tensor):
             return x.addmm_(input, self.weight.T)
         return x + self(input)
@@ -91,6 +94,8 @@ class Linear(nn.Linear):
         return self.adapter(input, self._product(input))
 
     def _product(self, input: Tensor | Deferred) -> Tensor:
+        if self.base is not None:
+            return self.base(as_tensor(input), self.bias)
         if isinstance(input, Tensor) and (product := self.packed.product(input, self.out_features, self.bias)) is not None:
             return product
         if (dtype := _multiplied_in(input, self.weight)) is not None:

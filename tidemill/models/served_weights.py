@@ -23,6 +23,7 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import WORD, Fingerprint, identity, totals, word_bits, word_sum
 from tidemill.models.hf_weights import hf_views
 from tidemill.models.piecewise import Work, at_once, by_rows
+from tidemill.models.quantised_base import base_numbers
 from tidemill.models.weight_slices import Slice
 
 HEAD = "the head, which is the embedding"
@@ -100,7 +101,7 @@ class Contents:
 
 def _numbers(decoder: Decoder) -> int:
     """The number of weights, without those of an adapter, which is served as a part of them."""
-    return sum(p.numel() for name, p in decoder.named_parameters() if _ADAPTER not in name)
+    return base_numbers(decoder) + sum(p.numel() for name, p in decoder.named_parameters() if _ADAPTER not in name)
 
 
 def words_of(blocks: Iterable[Slice], add_up: AddUp = list) -> dict[str, int]:

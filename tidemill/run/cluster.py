@@ -119,6 +119,7 @@ def engine_specs(plan: RunPlan, model: Path, folder: RunFolder) -> dict[str, Eng
             cached_versions=config.max_lag + 1,  # an older episode cannot be trained on any more
             sleeps=plan.takes_turns,
             adapter_rank=config.adapter_rank,
+            base_dtype=config.adapter_base,
             profile=_profile(plan, folder),
             logs=folder.logs,
         )

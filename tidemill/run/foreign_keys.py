@@ -120,8 +120,8 @@ ANYWHERE = dict.fromkeys(("epochs", "num_epochs", "total_epochs"), EPOCHS)
 ELSEWHERE = ANYWHERE | OTHERS | TRL
 
 _LORA = (
-    "a LoRA adapter is trained by trainer.lora.rank = 16, with trainer.lora.alpha, targets and rslora; other adapters, "
-    "dropout in them, and adapters on quantised weights do not exist here yet"
+    "a LoRA adapter is trained by trainer.lora.rank = 16, with trainer.lora.alpha, targets and rslora, QLoRA by "
+    "trainer.lora.base_dtype = 'nf4'; other adapters and dropout in them do not exist here yet"
 )
 _SHARDS = (
     "trainer.ranks says how many processes train together, on one machine, and trainer.shard what each of them holds; "
@@ -141,7 +141,10 @@ _ENGINES = (
     "not exist here yet"
 )
 _MACHINES = "several machines do not exist yet: a run has one; placement is 'local' (processes) or 'inline' (one process)"
-_QUANTIZED = "quantised weights do not exist yet: trainer.dtype and engine.dtype are 'float32' or 'bfloat16'"
+_QUANTIZED = (
+    "quantised weights do not exist yet but for a frozen base under an adapter, trainer.lora.base_dtype = 'nf4'; "
+    "trainer.dtype and engine.dtype are 'float32' or 'bfloat16'"
+)
 _OFFLOAD = (
     "only AdamW's moments can lie in the host's memory, by trainer.moments_on = 'host'; trainer.checkpointing = true and a "
     "lower trainer.micro_batch_tokens take less memory, too"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings, begins_as
 from tidemill.algorithms.mixture import COMMON, check_mixture
 from tidemill.algorithms.presets import ATTEMPTS, PRESETS
 from tidemill.core.config import Config, build, load
@@ -27,6 +27,7 @@ from tidemill.envs.environment_settings import (
     environments_of,
     parse_env,
 )
+from tidemill.models.adapter_config import BaseDtype
 from tidemill.run.foreign_keys import ELSEWHERE, NOT_YET, NOT_YET_VALUES
 from tidemill.run.placement_kinds import BasePlacementSettings, PlacementSettings
 from tidemill.run.recipe_files import found
@@ -241,12 +242,24 @@ class RunConfig(Config):
                 f"trainer.lora with placement.sync.full_every = {every}: an adapter travels alone and whole each time, so "
                 "there are no changes to send; leave full_every out, or set trainer.lora.publish = 'merged'"
             )
+        held, count = self.trainer.lora.base_dtype, self.placement.reference_engines
+        if held != "float32" and count and begins_as(self.reference, None, str) is None:
+            yield (
+                f"trainer.lora.base_dtype = {held!r} with placement.reference_engines = {count}: they would serve the "
+                "folder's own numbers; leave reference_engines out, and the trainer computes the reference"
+            )
 
     @property
     def adapter_rank(self) -> int:
         """The rank of the adapters that engines are sent; 0: they are sent whole weights."""
         lora = self.trainer.lora if isinstance(self.trainer, TrainerSettings) else None
         return lora.rank if lora is not None and lora.publish == "adapter" else 0
+
+    @property
+    def adapter_base(self) -> BaseDtype:
+        """The numbers of the layers' matrices to which engines add these adapters."""
+        lora = self.trainer.lora if isinstance(self.trainer, TrainerSettings) else None
+        return lora.base_dtype if lora is not None and self.adapter_rank else "float32"
 
     def _reference_conflicts(self) -> Iterator[str]:
         reference, r, count = self.reference, self.rollout, self.placement.reference_engines

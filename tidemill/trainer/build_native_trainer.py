@@ -10,6 +10,7 @@ from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.lora import attach
+from tidemill.models.quantised_base import load_quantised
 from tidemill.models.value_model import ValueModel, load_value_model
 from tidemill.models.weight_slices import Sender
 from tidemill.runtime.cpu_sharing import Cores
@@ -48,7 +49,7 @@ def assemble(
 
     adapter_alone: see `NativeTrainer`."""
     torch.manual_seed(spec.seed)
-    decoder = load_folder(spec.model, dtype=torch.float32)
+    decoder = load_quantised(spec.model, "float32" if lora is None else lora.base_dtype)
     if lora is not None:
         lora = replace(lora, base=str(spec.model))
         attach(decoder, lora, torch.Generator().manual_seed(spec.seed))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tidemill.core import fault_injection
+from tidemill.models.quantised_base import bases
 from tidemill.models.weight_slices import Slice
 from tidemill.trainer.replica_sums import ReplicaSums
 
@@ -107,6 +108,8 @@ class ShardedRanks(Ranks):
             for part in _sharded([module]):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # without it the factor above has no effect over gloo
+            for number, base in enumerate(bases(module)):  # which all ranks hold whole
+                base.owned = number % mesh.size() == mesh.get_local_rank()
 
     def rounds(self, parts: Sequence[T], idle: T, modules: Sequence[nn.Module], gradient: bool) -> Iterator[Sequence[T]]:
         sharded = _sharded(modules)

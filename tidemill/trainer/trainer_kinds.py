@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.core.config import Config
 from tidemill.core.registry import KindSettings, Registry
-from tidemill.models.adapter_config import AdapterConfig
+from tidemill.models.adapter_config import AdapterConfig, BaseDtype
 from tidemill.runtime.cpu_sharing import CoreShare
 from tidemill.weight_sync.sync_settings import BaseSyncSettings
 
@@ -118,11 +118,18 @@ class LoraSettings(Config):
         "merged: all weights",
     )
 
+    base_dtype: BaseDtype = Field(
+        default="float32",
+        description="Numbers of the layers' matrices under the adapter. nf4: 4 bits each (QLoRA, 2305.14314); int8: 8 bits. "
+        "The adapter is trained, served and merged on these numbers",
+    )
+
     @property
     def config(self) -> AdapterConfig:
         """The adapter that these settings describe."""
         targets = self.targets if isinstance(self.targets, str) else tuple(self.targets)
-        return AdapterConfig(rank=self.rank, alpha=self.alpha, targets=targets, rslora=self.rslora)
+        how = {"rslora": self.rslora, "base_dtype": self.base_dtype}
+        return AdapterConfig(rank=self.rank, alpha=self.alpha, targets=targets, **how)
 
     @field_validator("targets")
     @classmethod

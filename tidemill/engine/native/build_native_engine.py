@@ -7,7 +7,7 @@ import torch
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
-from tidemill.models.hf_weights import load_folder
+from tidemill.models.quantised_base import load_served
 from tidemill.models.tokenizer import generation_config, stop_ids
 from tidemill.models.weight_slices import Receiver
 from tidemill.runtime.cpu_sharing import Cores
@@ -17,7 +17,7 @@ def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> NativeEn
     """Load the folder's weights and start the engine."""
     settings = spec.engine
     assert isinstance(settings, EngineSettings)
-    decoder = load_folder(spec.model, dtype=getattr(torch, settings.dtype))
+    decoder = load_served(spec.model, spec.base_dtype, getattr(torch, settings.dtype))
     return NativeEngine(
         decoder,
         settings,

@@ -11,13 +11,14 @@ import torch
 from tidemill.algorithms.algorithm_settings import begins_as
 from tidemill.engine.native.cache_size import device_of
 from tidemill.models.adapter_config import AdapterConfig
-from tidemill.models.architecture import Architecture, matrices, parameters
+from tidemill.models.architecture import Architecture, matrices, parameters, wide_matrices
 from tidemill.models.decoder import recomputed
 from tidemill.models.hf_weights import empty_decoder
 from tidemill.models.kernels.cpu.bindings import Native
 from tidemill.models.kernels.library import native
 from tidemill.models.logprobs import chunk_rows
 from tidemill.models.lora import attach
+from tidemill.models.quantised_weights import BYTES
 from tidemill.models.trained_linear import floats_are_quicker, pairs_are_ours, prepares_sizes
 from tidemill.run.planner.device_plan import TRAINER
 from tidemill.run.planner.held_memory import ITEM, Held
@@ -30,6 +31,7 @@ from tidemill.trainer.parallel_micro_batches import lanes_for
 from tidemill.trainer.trainer_kinds import TrainerSettings
 
 DECODED = 40  # most bytes of a number while a part of 8-bit moments is stepped: both moments, and what encodes them
+DEQUANTISED = 12  # most bytes of a number while its matrix is made of few bits, with what the product makes of it
 AUTOCAST = 0.8  # upper bound of kept bytes relative to float32: norms and attention stay in float32 on CPU
 
 
@@ -51,7 +53,10 @@ def trainer_memory(
         return [Held("weights; the rest is not known", own, smaller)]
     mine = TRAINER if turns else ""
     lighter = smaller if lora is None else "a lower trainer.lora.rank"
+    narrowed = 0 if lora is None else quantised(arch, lora.base_dtype)
+    own -= 4 * wide_matrices(arch) if narrowed else 0
     held = [Held("weights", own + (trained if lora else 0), smaller), Held("gradients", trained, lighter, turn=mine)]
+    held += [Held("quantised weights", narrowed, smaller)] * bool(narrowed)
     held += _moments(tensor_sizes(arch, lora and lora.config), config.trainer, turns)
     moves = 0
     if asked is not None and reference is not None and not config.placement.reference_engines:
@@ -121,6 +126,11 @@ def _part_of_moments(arch: Architecture, settings: TrainerSettings) -> int:
     return each * min(PIECE, max(tensor_sizes(arch, settings.lora and settings.lora.config)))
 
 
+def quantised(arch: Architecture, kind: str) -> int:
+    """Bytes of the layers' matrices as a base of this kind holds them; 0 for "float32"."""
+    return int(BYTES.get(kind, 0) * wide_matrices(arch))
+
+
 @lru_cache(maxsize=16)
 def tensor_sizes(arch: Architecture, lora: AdapterConfig | None = None) -> tuple[int, ...]:
     """The numbers of each trained weight of a model: of its adapter, if only that is trained."""
@@ -159,6 +169,8 @@ def activations(arch: Architecture, settings: TrainerSettings, tokens: int, lane
         copies *= 2  # one for the forward products, one for the backward ones
     elif narrows and on_cpu and floats_are_quicker():
         copies = 8 * lanes * max(n * k for n, k in matrices(arch)[:-1])  # one matrix at a time: widened, and its gradient
+    if settings.lora is not None and settings.lora.base_dtype != "float32":  # one matrix at a time
+        copies = DEQUANTISED * lanes * max(n * k for n, k in matrices(arch)[:-1])
     again = sum(recomputed(each, settings.checkpointing) for each in range(arch.layers))
     kept = (arch.layers - again + bool(again)) * layer + again * arch.hidden  # one layer at a time is computed again
     logits = 3 * 4 * min(tokens, lanes * chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab
