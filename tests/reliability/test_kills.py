@@ -116,10 +116,10 @@ def _killed_by_the_clock(run: Run, rng: random.Random) -> str:
 
 
 @cache
-def undisturbed(max_lag: int, steps: int) -> tuple[bytes, float]:
+def undisturbed(max_lag: int, steps: int, *overrides: str) -> tuple[bytes, float]:
     """Final weights and accuracy of a deterministic run that nothing disturbs: in one process, with one engine."""
     with TemporaryDirectory() as place:
-        run = Run(Path(place), steps=steps, max_lag=max_lag, placement="inline", deterministic=True)
+        run = Run(Path(place), steps=steps, max_lag=max_lag, placement="inline", deterministic=True, overrides=overrides)
         ended = run.train()
         assert ended.status == 0, ended.errors
         run.check()

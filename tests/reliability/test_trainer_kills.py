@@ -136,3 +136,18 @@ def test_a_killed_trainer_is_started_again_and_its_engine_goes_on(tmp_path: Path
     watched = Watched(run, "trainer:apply:2:kill")
     watched.to_the_end()
     assert watched.restarts() == 1 and len(watched.pids["trainer"]) == 2
+
+
+def test_an_adapter_goes_on_to_the_same_bits_after_kills(tmp_path: Path) -> None:
+    """Trainer, engine and controller are killed; an engine that starts again loads the base and is sent the adapter."""
+    lora = ("trainer.lora.rank=4", "trainer.lora.targets=['q_proj','down_proj']")
+    run = Run(tmp_path, steps=8, engines=1, max_lag=1, deterministic=True, overrides=lora)
+    faults = "trainer:apply:2:kill engine-0:commit:4:kill controller:train:5:kill"
+    assert run.train(faults, *RESUME).status == -signal.SIGKILL
+    run.check(complete=False)
+    assert run.train("trainer:stream:7:kill", *RESUME).status == 0
+    run.check()
+    assert set(run.happened()) == {*faults.split(), "trainer:stream:7:kill"}
+    assert run.weights() == undisturbed(1, 8, *lora)[0]
+    report = run.report()
+    assert report["published_mb"]["sent"] < report["published_mb"]["whole"] / 3

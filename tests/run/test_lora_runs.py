@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 import tidemill
 from tidemill.cli.main import app
 from tidemill.envs.guess import ALPHABET
+from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.adapter_config import ADAPTER_WEIGHTS, QUANTISED_BASE, AdapterConfig
 from tidemill.models.adapter_files import PREFIX, read_tensors
+from tidemill.models.adapter_update import folder_fingerprint
 from tidemill.models.hf_weights import hf_views, load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.quantised_base import load_served
@@ -67,6 +69,21 @@ def test_a_run_goes_on_to_the_bit_and_commands_read_it(model: Path, tmp_path: Pa
         assert all(torch.equal(merged[name], tensor) for name, tensor in final.items())
         if more and base_dtype != "float32":
             (tmp_path / "said").rename(adapter / QUANTISED_BASE)
+
+
+def test_a_run_begins_from_an_adapter(model: Path, tmp_path: Path) -> None:
+    first = train(model, tmp_path / "first", steps=2)
+    start = first.folder / "final-adapter"
+    second = train(model, tmp_path / "second", steps=2, trainer={"lora": {"start": str(start)}, "lr": 1e-2})
+    with SqliteLedger(second.folder, mode="read") as ledger:
+        begun = min(ledger.versions())
+    assert begun.fingerprint == folder_fingerprint(start) and second.report["mismatch_lag0"]["max"] < 1e-4
+    config = AdapterConfig.from_folder(second.folder / "final-adapter")
+    assert (config.rank, config.targets) == (4, ("down_proj", "q_proj"))
+    assert CliRunner().invoke(app, ["parity", str(second.folder)]).exit_code == 0
+    for given, told in (({"rank": 4}, "its own rank"), ({"base_dtype": "nf4"}, "base_dtype = 'float32'")):
+        with pytest.raises(ValueError, match=told):
+            train(model, tmp_path / "third", trainer={"lora": {"start": str(start)} | given})
 
 
 @pytest.mark.ranks

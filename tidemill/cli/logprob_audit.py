@@ -31,7 +31,7 @@ from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.checkpoint_manifest import read_manifest
 from tidemill.run.storage.run_folder import RunFolder
-from tidemill.trainer.trainer_kinds import TrainerSettings
+from tidemill.trainer.trainer_kinds import LoraSettings, TrainerSettings
 
 ROWS = 64  # trajectories of each version
 DIAGNOSED = 4  # differing trajectories to explain, each in every way that could
@@ -142,10 +142,11 @@ def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> 
     dtype = getattr(torch, config.trainer.serving_dtype)
     found, strangers = list[Stored](), list[str]()
     last = max((version.step for version in published), default=0)
-    if config.adapter_rank and run.initial.is_dir():  # the first adapter adds nothing
+    lora = _lora(config)
+    if config.adapter_rank and lora and not lora.start and run.initial.is_dir():  # a new adapter adds nothing
         found.append(Stored(run.initial, tuple(version for version in published if version.step == 0)))
     for folder, step in _candidates(run, adapters=config.adapter_rank > 0):
-        own = folder_fingerprint(folder) if config.adapter_rank else Contents.of(load_merged(folder), dtype).fingerprint
+        own = folder_fingerprint(folder) if config.adapter_rank else Contents.of(_weights(config, folder), dtype).fingerprint
         versions = tuple(version for version in published if version.fingerprint == own)
         expected = [str(version) for version in published if version.step == (last if step is None else step)]
         if versions:
@@ -153,6 +154,16 @@ def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> 
         elif expected:  # the run may have ended before it published a checkpoint's weights
             strangers.append(f"{folder} holds weights that were never published; {expected[-1]} was expected there")
     return found, strangers
+
+
+def _lora(config: RunConfig) -> LoraSettings | None:
+    return config.trainer.lora if isinstance(config.trainer, TrainerSettings) else None
+
+
+def _weights(config: RunConfig, folder: Path) -> Decoder:
+    """The model of a run's folder, as it is trained and served."""
+    lora = _lora(config)
+    return load_merged(folder, base_dtype="float32" if lora is None else lora.base_dtype)
 
 
 def _choose(
@@ -195,7 +206,7 @@ def _native(kind: type[C], used: Config) -> C:
 class _Replayer:
     def __init__(self, config: RunConfig, stored: Sequence[Stored], where: Stored, limit: Limit) -> None:
         self._config, self._stored, self._where, self._limit = config, stored, where, limit
-        self._decoder = load_merged(where.folder)
+        self._decoder = _weights(config, where.folder)
 
     async def of(self, version: Version, picked: Sequence[tuple[int, int, Trajectory]]) -> VersionReplay:
         trajectories = [t for *_, t in picked]
@@ -238,7 +249,7 @@ class _Replayer:
 
     async def _served(self, trajectories: Sequence[Trajectory]) -> list[Array]:
         settings = _native(EngineSettings, self._config.engine)
-        decoder = load_merged(self._where.folder, getattr(torch, self._config.trainer.serving_dtype))
+        decoder = _weights(self._config, self._where.folder).to(getattr(torch, self._config.trainer.serving_dtype))
         async with engine_of(decoder, settings) as engine:
             return [(await engine.score(t.tokens, "policy", t.temperature, 0)).logprobs for t in trajectories]
 
@@ -274,7 +285,7 @@ class _Replayer:
         found = []
         for other in self._stored:
             if version not in other.versions:
-                values = await self._trained(load_merged(other.folder), [row.trajectory])
+                values = await self._trained(_weights(self._config, other.folder), [row.trajectory])
                 found.append(Hypothesis(Cause.STALE, f"those of {other.versions[0]} fit, not of {version}", values[0]))
         return found
 

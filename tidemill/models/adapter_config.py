@@ -60,6 +60,10 @@ class AdapterConfig:
     def __hash__(self) -> int:
         return hash(self.to_json())
 
+    @property
+    def highest_rank(self) -> int:
+        return max(self.rank, *self.rank_pattern.values()) if self.rank_pattern else self.rank
+
     def of(self, module: str) -> tuple[int, float] | None:
         """(rank, scale) of the adapter of a module, such as `model.layers.0.self_attn.q_proj`; None if it has none."""
         if not _matches(self.targets, module) or (self.excluded and _matches(self.excluded, module)):

@@ -35,8 +35,14 @@ def load_adapter(decoder: Decoder, folder: str | Path) -> AdapterConfig:
     folder = Path(folder)
     config = AdapterConfig.from_folder(folder)
     attach(decoder, config)
-    fill(decoder, read_tensors(folder), f"{folder / ADAPTER_WEIGHTS}")
+    fill_from(decoder, folder)
     return config
+
+
+def fill_from(decoder: Decoder, folder: str | Path) -> None:
+    """Copy a folder's adapter into the one that the decoder has. Raises UnsupportedModel, and changes nothing, else."""
+    folder = Path(folder).expanduser()
+    fill(decoder, read_tensors(folder), f"{folder / ADAPTER_WEIGHTS}")
 
 
 def load_merged(folder: str | Path, dtype: torch.dtype = torch.float32, base_dtype: BaseDtype = "float32") -> Decoder:

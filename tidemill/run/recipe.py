@@ -251,9 +251,9 @@ class RunConfig(Config):
 
     @property
     def adapter_rank(self) -> int:
-        """The rank of the adapters that engines are sent; 0: they are sent whole weights."""
+        """The highest rank of the adapters that engines are sent; 0: they are sent whole weights."""
         lora = self.trainer.lora if isinstance(self.trainer, TrainerSettings) else None
-        return lora.rank if lora is not None and lora.publish == "adapter" else 0
+        return lora.config.highest_rank if lora is not None and lora.publish == "adapter" else 0
 
     @property
     def adapter_base(self) -> BaseDtype:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from tidemill.models.adapter_config import AdapterConfig
+from tidemill.models.adapter_files import fill_from
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.lora import attach
@@ -31,7 +32,8 @@ def build(spec: TrainerSpec, sender: Sender, cores: Cores, offload: Offload) -> 
         how = settings.shard, settings.replicas, resolve_device(settings.device)
         ranks = ShardedRanks(spec.rank, settings.ranks, *how, spec.meeting)
     alone = settings.lora is not None and settings.lora.publish == "adapter"
-    return assemble(spec, settings, sender, cores, offload, ranks, lora=lora, adapter_alone=alone)
+    start = settings.lora and settings.lora.start
+    return assemble(spec, settings, sender, cores, offload, ranks, lora=lora, adapter_alone=alone, start=start)
 
 
 def assemble(
@@ -44,15 +46,18 @@ def assemble(
     optimizer: MakeOptimizer = Optimizer,
     lora: AdapterConfig | None = None,
     adapter_alone: bool = False,
+    start: str | None = None,
 ) -> NativeTrainer:
     """Load the weights and make the trainer with these ranks, this optimizer, and an adapter if it trains one.
 
-    adapter_alone: see `NativeTrainer`."""
+    adapter_alone: see `NativeTrainer`. start: folder of the adapter's first weights."""
     torch.manual_seed(spec.seed)
     decoder = load_quantised(spec.model, "float32" if lora is None else lora.base_dtype)
     if lora is not None:
         lora = replace(lora, base=str(spec.model))
         attach(decoder, lora, torch.Generator().manual_seed(spec.seed))
+        if start is not None:
+            fill_from(decoder, start)
     return NativeTrainer(
         decoder,
         settings,

@@ -7,6 +7,7 @@ A new trainer is one module, with a subclass of `BaseTrainerSettings` and a func
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -112,6 +113,10 @@ class LoraSettings(Config):
         "is a regular expression of whole names",
     )
     rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) instead (rank-stabilised, 2312.03732)")
+    start: str | None = Field(
+        default=None,
+        description="PEFT folder whose adapter is trained on, with its rank, alpha and targets. none: a new adapter",
+    )
     publish: Literal["adapter", "merged"] = Field(
         default="adapter",
         description="Weights that engines are sent. adapter: its matrices alone, which they add to their folder's weights; "
@@ -126,10 +131,28 @@ class LoraSettings(Config):
 
     @property
     def config(self) -> AdapterConfig:
-        """The adapter that these settings describe."""
+        """The adapter that these settings describe. Raises UnsupportedModel if `start` holds none."""
+        if self.start is not None:
+            return replace(AdapterConfig.from_folder(Path(self.start).expanduser()), dropout=0.0)
         targets = self.targets if isinstance(self.targets, str) else tuple(self.targets)
         how = {"rslora": self.rslora, "base_dtype": self.base_dtype}
         return AdapterConfig(rank=self.rank, alpha=self.alpha, targets=targets, **how)
+
+    @model_validator(mode="after")
+    def _one_adapter(self) -> Self:
+        if self.start is not None:
+            fields = LoraSettings.model_fields
+            if given := [n for n in ("rank", "alpha", "targets", "rslora") if getattr(self, n) != fields[n].default]:
+                raise ValueError(
+                    f"start = {self.start!r} and {given[0]} = {getattr(self, given[0])!r}: an adapter that exists has its "
+                    f"own {given[0]}; leave {given[0]} out, or leave start out"
+                )
+            if (held := self.config.base_dtype) != self.base_dtype:
+                raise ValueError(
+                    f"start = {self.start!r} was trained on a base in {held}, and base_dtype = {self.base_dtype!r}: set "
+                    f"base_dtype = {held!r}"
+                )
+        return self
 
     @field_validator("targets")
     @classmethod
