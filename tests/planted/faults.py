@@ -1428,4 +1428,34 @@ FAULTS = [
         "            if name in raw and raw[name] in neutral and False:\n",
         "models/test_lora.py",
     ),
+    Fault(
+        "an adapter is added to any base",
+        "        if trained_on != self.contents.fingerprint:\n",
+        "        if trained_on is None:\n",
+        "weight_sync/test_adapter_mutations.py",
+    ),
+    Fault(
+        "an adapter that was received is not the one that was published",
+        '    if not update.version.fingerprint or found != update.version.fingerprint:\n        raise PolicyMismatch(f"{engine} received an',
+        '    if not update.version.fingerprint:\n        raise PolicyMismatch(f"{engine} received an',
+        "weight_sync/test_adapter_mutations.py",
+    ),
+    Fault(
+        "an engine adds another product than the adapter's",
+        "    if (found - added).norm() > rounding + SLACK * added.norm():\n",
+        "    if (found - added).norm() > 1e3 + rounding:\n",
+        "weight_sync/test_adapter_mutations.py",
+    ),
+    Fault(
+        "an adapter's scale is not part of its fingerprint",
+        "        blocks = [*self._ranks.own(adapter_blocks(decoder)), config_block(adapter.config, whole=self._ranks.rank == 0)]\n",
+        "        blocks = [*self._ranks.own(adapter_blocks(decoder))]\n",
+        "weight_sync/test_adapter_mutations.py trainer/test_lora_training.py",
+    ),
+    Fault(
+        "an adapter goes on with another base",
+        '    if adapter is not None and state.get("base") != adapter.base:\n',
+        '    if adapter is not None and not state.get("base"):\n',
+        "trainer/test_lora_training.py",
+    ),
 ]

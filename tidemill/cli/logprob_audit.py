@@ -122,18 +122,19 @@ async def replay(run: RunFolder, rows: int = ROWS) -> Replay:
     return result
 
 
-def _candidates(run: RunFolder, adapters: bool) -> Iterator[tuple[Path, int | None]]:
+def _candidates(run: RunFolder, lora: LoraSettings | None) -> Iterator[tuple[Path, int | None]]:
     """Model folders of a run, and the step whose weights they should be; None: the last one's.
 
-    adapters: that are added to the initial model."""
-    if run.initial.is_dir() and not adapters:
-        yield run.initial, 0
+    lora: of adapters that were published alone."""
+    first = run.initial if lora is None else lora.start and Path(lora.start).expanduser()
+    if first and first.is_dir():
+        yield first, 0
     for folder in sorted(run.checkpoints.glob("step-*")):
         try:
             yield folder / "trainer", read_manifest(folder).step
         except CheckpointError:
             continue  # unfinished, or set aside: no resume uses it
-    if (final := run.final_adapter if adapters else run.final).is_dir():
+    if (final := run.final_adapter if lora else run.final).is_dir():
         yield final, None
 
 
@@ -143,9 +144,9 @@ def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> 
     found, strangers = list[Stored](), list[str]()
     last = max((version.step for version in published), default=0)
     lora = _lora(config)
-    if config.adapter_rank and lora and not lora.start and run.initial.is_dir():  # a new adapter adds nothing
+    if config.adapter_rank and lora and lora.start is None and run.initial.is_dir():  # a new adapter adds nothing
         found.append(Stored(run.initial, tuple(version for version in published if version.step == 0)))
-    for folder, step in _candidates(run, adapters=config.adapter_rank > 0):
+    for folder, step in _candidates(run, lora if config.adapter_rank else None):
         own = folder_fingerprint(folder) if config.adapter_rank else Contents.of(_weights(config, folder), dtype).fingerprint
         versions = tuple(version for version in published if version.fingerprint == own)
         expected = [str(version) for version in published if version.step == (last if step is None else step)]
