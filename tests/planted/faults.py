@@ -1400,8 +1400,8 @@ FAULTS = [
     ),
     Fault(
         "engines get the base without its adapter",
-        "serving_slices(decoder, dtype, merged_slices(blocks, factors)))\n",
-        "serving_slices(decoder, dtype, blocks))\n",
+        "            return serving_slices(decoder, dtype, merged_slices(own_blocks(decoder, ranks), factors))\n",
+        "            return serving_slices(decoder, dtype, own_blocks(decoder, ranks))\n",
         "trainer/test_lora_training.py",
     ),
     Fault(
@@ -1415,6 +1415,54 @@ FAULTS = [
         "    decoder.requires_grad_(False)\n    for linear, projections",
         "    for linear, projections",
         "models/test_lora.py trainer/test_lora_training.py",
+    ),
+    Fault(
+        "an entry of NF4 is another one",
+        "-0.5250730514526367",
+        "-0.5250830514526367",
+        "models/test_quantised_weights.py",
+    ),
+    Fault(
+        "numbers have the scale of the block beside theirs",
+        "    blocks = found.view(-1, BLOCK).mul_(given.scales.values()[:, None])\n",
+        "    blocks = found.view(-1, BLOCK).mul_(given.scales.values().roll(1)[:, None])\n",
+        "models/test_quantised_weights.py",
+    ),
+    Fault(
+        "a scale below zero turns the signs of its block",
+        "        return torch.where(found < LEAST, 0.0, found.clamp(max=MOST))\n",
+        "        return found\n",
+        "models/test_quantised_weights.py",
+    ),
+    Fault(
+        "scales are rounded again whenever a matrix is quantised",
+        '    if kind == "int8" or torch.equal(dequantise(plain).flatten(), flat):\n',
+        '    if kind == "int8":\n',
+        "models/test_quantised_weights.py",
+    ),
+    Fault(
+        "the backward pass multiplies with other numbers than the forward pass",
+        "            return Matrix(ctx.base.matrix()).back(grads[0]).to(ctx.dtype), None, None, None\n",
+        "            return Matrix(ctx.base.matrix() * (1 + 1e-5)).back(grads[0]).to(ctx.dtype), None, None, None\n",
+        "models/test_quantised_base.py",
+    ),
+    Fault(
+        "a base in few bits waits in float32 for the backward pass",
+        "        ctx.base, ctx.dtype = base, x.dtype\n",
+        "        ctx.base, ctx.dtype = base, x.dtype\n        ctx.save_for_backward(base.matrix())\n",
+        "models/test_quantised_base.py",
+    ),
+    Fault(
+        "engines add adapters to the folder's own numbers",
+        "    decoder = load_served(spec.model, spec.base_dtype, getattr(torch, settings.dtype))\n",
+        '    decoder = load_served(spec.model, "float32", getattr(torch, settings.dtype))\n',
+        "run/test_lora_runs.py",
+    ),
+    Fault(
+        "the trainer loads the base in float32",
+        '    decoder = load_quantised(spec.model, "float32" if lora is None else lora.base_dtype)\n',
+        '    decoder = load_quantised(spec.model, "float32")\n',
+        "run/test_lora_runs.py",
     ),
     Fault(
         "rslora scales as LoRA does",

@@ -9,7 +9,7 @@ The fingerprint comes from the trainer's own parameters, the bytes from a stream
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,10 +37,15 @@ class _Payload:
 
     own: Contents  # of all ranks' blocks
     masters: dict[str, int]  # sums of the float32 weights that they were made from
-    blocks: list[Slice]  # this rank's, not cast, without empty ones
+    blocks: list[Slice]  # this rank's, not cast, without empty ones; their forms are read
     stream: Callable[[], Iterator[Slice]]  # the same as they travel
     base: Version | None = None  # of an adapter
     beside: int = 0  # bytes of this rank's blocks of that base
+
+
+def own_blocks(decoder: Decoder, ranks: Ranks) -> Iterable[Slice]:
+    """The blocks that this rank sends. They are made anew each time: what is held in few bits, one after another."""
+    return ranks.own(hf_blocks(decoder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +60,12 @@ class TrainedAdapter:
     @classmethod
     def of(cls, config: AdapterConfig, decoder: Decoder, ranks: Ranks, dtype: str) -> TrainedAdapter:
         """Sum up the frozen weights; all ranks must do so at the same time. dtype: that is served."""
-        blocks, held, served = list(ranks.own(hf_blocks(decoder))), decoder.embed.weight.dtype, DTYPES[dtype]
-        found = [Contents.of_blocks(decoder, blocks, each, ranks.sums).fingerprint for each in dict.fromkeys((held, served))]
-        size = sum(block.tensor.numel() for block in blocks) * served.itemsize
+        held, served = decoder.embed.weight.dtype, DTYPES[dtype]
+        found = [
+            Contents.of_blocks(decoder, own_blocks(decoder, ranks), each, ranks.sums).fingerprint
+            for each in dict.fromkeys((held, served))
+        ]
+        size = sum(block.tensor.numel() for block in own_blocks(decoder, ranks)) * served.itemsize
         return cls(config, found[0], base_version(found[-1]), size)
 
 
@@ -126,13 +134,17 @@ class Publication:
         self._sender.close()
 
     def _whole(self) -> _Payload:
-        dtype, add_up, decoder = DTYPES[self._dtype], self._ranks.sums, self._decoder
-        blocks = list(self._ranks.own(hf_blocks(decoder)))
+        dtype, decoder, ranks = DTYPES[self._dtype], self._decoder, self._ranks
         factors = gathered_factors(decoder)  # added to a matrix twice, here and as it is sent: no second copy of all
-        own = Contents.of_blocks(decoder, merged_slices(blocks, factors), dtype, add_up)
-        masters = own.words if dtype == torch.float32 else words_of(trained_blocks(decoder), add_up)
-        sent = [block for block in blocks if block.tensor.numel()]
-        return _Payload(own, masters, sent, lambda: serving_slices(decoder, dtype, merged_slices(blocks, factors)))
+        own = Contents.of_blocks(decoder, merged_slices(own_blocks(decoder, ranks), factors), dtype, ranks.sums)
+        masters = own.words if dtype == torch.float32 else words_of(trained_blocks(decoder), ranks.sums)
+        held = (block for block in own_blocks(decoder, ranks) if block.tensor.numel())
+        sent = [replace(block, tensor=block.tensor.to("meta")) for block in held]
+
+        def stream() -> Iterator[Slice]:
+            return serving_slices(decoder, dtype, merged_slices(own_blocks(decoder, ranks), factors))
+
+        return _Payload(own, masters, sent, stream)
 
     def _alone(self, adapter: TrainedAdapter) -> _Payload:
         decoder = self._decoder
