@@ -162,8 +162,8 @@ def _lora(config: RunConfig) -> LoraSettings | None:
 
 
 def _weights(config: RunConfig, folder: Path) -> Decoder:
-    """The model of a run's folder, as it is trained and served."""
-    lora = _lora(config)
+    """The model of a run's folder, as it is trained and served. Only the initial model is still to be quantised."""
+    lora = _lora(config) if folder.name == RunFolder(folder.parent).initial.name else None
     return load_merged(folder, base_dtype="float32" if lora is None else lora.base_dtype)
 
 
