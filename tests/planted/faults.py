@@ -374,7 +374,7 @@ FAULTS = [
     ),
     Fault(
         "transformers: weights are served that were not verified",
-        "if (served := fingerprint(self._model.held(staged))) != version.fingerprint:",
+        "if (served := fingerprint(self._model.held(staged.tensors))) != staged.fingerprint:",
         "if False:",
         "engine/test_transformers_engine.py",
     ),

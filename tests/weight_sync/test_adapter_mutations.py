@@ -16,8 +16,8 @@ import torch
 from mutation_cases import SICK, STEPS, TRANSPORTS, Steps, assert_nothing_after
 
 from tidemill.core.errors import PolicyMismatch
-from tidemill.engine.native import adapted_base
-from tidemill.engine.native.adapted_base import AdaptedBase
+from tidemill.models import adapted_base
+from tidemill.models.adapted_base import AdaptedBase
 from tidemill.models.adapter_config import ADAPTER_CONFIG, AdapterConfig
 from tidemill.models.adapter_update import config_block
 from tidemill.models.decoder import Decoder

@@ -14,6 +14,7 @@ from pydantic import Field
 from tidemill.core.config import Config
 from tidemill.core.registry import KindSettings, Registry
 from tidemill.core.types import Version
+from tidemill.core.weight_update import UpdateSupport
 from tidemill.models.adapter_config import BaseDtype
 from tidemill.runtime.cpu_sharing import CoreShare
 
@@ -83,3 +84,9 @@ class EngineSpec(Config):
     def version(self) -> Version:
         """The version of the folder's weights: 0 unless others are to be published."""
         return Version(0) if self.transport is None else UNPUBLISHED
+
+    def takes(self, carried: UpdateSupport | None) -> UpdateSupport:
+        """The updates of this engine. carried: those that its receiver takes; None: it has no receiver."""
+        if carried is None:
+            return UpdateSupport(())
+        return UpdateSupport(("adapter",) if self.adapter_rank else ("full", "delta"), several_parts=True).both(carried)

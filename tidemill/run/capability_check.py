@@ -71,11 +71,6 @@ def _expect_updates(engine: str, can: Capabilities, config: RunConfig) -> None:
                 f"trainer.lora.publish = 'adapter': {engine} cannot take adapters by the transport {transport!r}; set "
                 "trainer.lora.publish = 'merged', or take another kind of engine"
             )
-        if config.adapter_base != "float32" and config.engine.kind_name != "native":
-            raise ConfigError(
-                f"trainer.lora.base_dtype = {config.adapter_base!r} with publish = 'adapter': {engine} adds adapters to its "
-                "folder's own numbers; set trainer.lora.publish = 'merged', or engine.kind = 'native'"
-            )
         return
     if "full" not in kinds:
         raise ConfigError(

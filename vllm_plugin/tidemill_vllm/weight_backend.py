@@ -2,13 +2,17 @@
 
     stage (a thread, beside the decoding)  ->  update_weights: reload layer by layer, in one call  ->  audit
 
+An adapter is added to the folder's weights while it is staged; their sum is then loaded and read back as whole weights are.
+
 Between the beginning and the end of vLLM's layerwise reload the layers lie on the meta device, and an error there leaves a
 model that cannot be used. So a refusal comes before it and leaves what is served. `broken` says that a reload did not end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -18,6 +22,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from tidemill.core.weight_update import WeightUpdate
+from tidemill.models.adapted_base import AdaptedBase
 from tidemill.models.weight_slices import Receiver
 from tidemill.weight_sync.transport import make_receiver
 from tidemill_vllm.read_back import ServedBlock, negative_zeros, repack_tied, served_blocks
@@ -27,6 +32,7 @@ from tidemill_vllm.received_weights import ReceivedUpdate
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     transport: str  # whose receiver this rank makes
+    base_dtype: str = ""  # updates are adapters of the folder that the server loaded, with these numbers; "": whole weights
 
 
 @dataclass
@@ -43,6 +49,7 @@ class TidemillBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._receiver: Receiver | None = None
+        self._base: Callable[[], AdaptedBase] | None = None  # the frozen weights that adapters are added to
         self._staged: ReceivedUpdate | None = None
         self._zeros: dict[str, torch.Tensor] = {}  # where the served tensors hold -0.0, which no product shows
         self.broken = False
@@ -50,6 +57,10 @@ class TidemillBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
         self._receiver = make_receiver(init_info.transport)
+        self._base = cache(partial(self._frozen, init_info.base_dtype)) if init_info.base_dtype else None
+
+    def _frozen(self, base_dtype: Any) -> AdaptedBase:
+        return AdaptedBase.of_folder(self.model_config.model, base_dtype, self.model_config.dtype)
 
     def stage(self, update: str) -> None:
         """Begin to receive an update; an earlier one that was not loaded is dropped."""
@@ -57,7 +68,7 @@ class TidemillBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError("no transport was named: init_weight_transfer_engine comes first")
         if self._staged is not None:
             self._staged.wait()  # bounded: as there. A receiver does one thing at a time
-        self._staged = ReceivedUpdate(self._own(update), self._receiver)
+        self._staged = ReceivedUpdate(self._own(update), self._receiver, self._base)
 
     def _own(self, update: str) -> WeightUpdate:
         """An update as this rank takes it."""

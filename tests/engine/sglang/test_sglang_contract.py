@@ -16,14 +16,23 @@ from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.sglang.build_sglang_engine import build
 from tidemill.engine.sglang.sglang_engine import SglangEngine
 from tidemill.engine.sglang.sglang_settings import SglangSettings
+from tidemill.models.adapter_config import BaseDtype
 from tidemill.runtime.cpu_sharing import Cores
 from tidemill.weight_sync.transport import make_receiver
 
 
-def engine_at(url: str, folder: Path, transport: str = "shared_memory", **settings: object) -> SglangEngine:
+def engine_at(
+    url: str,
+    folder: Path,
+    transport: str = "shared_memory",
+    adapter_rank: int = 0,
+    base_dtype: BaseDtype = "float32",
+    **settings: object,
+) -> SglangEngine:
     """An engine of the server at `url`, which serves the folder's weights as version 0."""
     chosen = SglangSettings.model_validate({"url": url, "max_sequences": 8, **settings})
-    engine = build(EngineSpec(model=folder, engine=chosen, transport=transport), make_receiver(transport), Cores())
+    spec = EngineSpec(model=folder, engine=chosen, transport=transport, adapter_rank=adapter_rank, base_dtype=base_dtype)
+    engine = build(spec, make_receiver(transport), Cores())
     engine._updates.version = Version(0)
     return engine
 

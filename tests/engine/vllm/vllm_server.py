@@ -19,6 +19,7 @@ from tidemill.engine.vllm.build_vllm_engine import build
 from tidemill.engine.vllm.vllm_command import server_command, server_environment
 from tidemill.engine.vllm.vllm_engine import VllmEngine
 from tidemill.engine.vllm.vllm_settings import BUILD, ENVIRONMENT, VllmSettings
+from tidemill.models.adapter_config import BaseDtype
 from tidemill.models.architecture import Architecture
 from tidemill.runtime.cpu_sharing import Cores
 from tidemill.weight_sync.transport import make_receiver
@@ -61,20 +62,29 @@ async def _serve(settings: VllmSettings, model: Path, folder: Path) -> tuple[Ser
     return process, url
 
 
-def engine_at(url: str, folder: Path, **settings: object) -> VllmEngine:
+def engine_at(
+    url: str,
+    folder: Path,
+    transport: str = "shared_memory",
+    adapter_rank: int = 0,
+    base_dtype: BaseDtype = "float32",
+    **settings: object,
+) -> VllmEngine:
     """An engine of the server at `url`, which serves the folder's weights as version 0 from now on."""
 
     async def set_back() -> None:
-        engine = build(spec.model_copy(update={"engine": VllmSettings(url=url)}), make_receiver("shared_memory"), Cores())
+        plain = EngineSpec(model=folder, engine=VllmSettings(url=url), transport="shared_memory")
+        engine = build(plain, make_receiver("shared_memory"), Cores())
         try:
             async with new_version(folder, folder / "scratch", 0) as update:
                 await engine.update(update)
         finally:
             await engine.close()
 
-    spec = EngineSpec(model=folder, engine=VllmSettings.model_validate({"url": url, **settings}), transport="shared_memory")
+    chosen = VllmSettings.model_validate({"url": url, **settings})
+    spec = EngineSpec(model=folder, engine=chosen, transport=transport, adapter_rank=adapter_rank, base_dtype=base_dtype)
     with ThreadPoolExecutor(1) as thread:  # this one's event loop runs already
         thread.submit(asyncio.run, set_back()).result(120)
-    engine = build(spec, make_receiver("shared_memory"), Cores())
+    engine = build(spec, make_receiver(transport), Cores())
     engine._updates.version = Version(0)  # as if the server had been started with this folder
     return engine

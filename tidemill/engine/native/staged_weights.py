@@ -28,7 +28,7 @@ from torch import Tensor
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateKind, UpdateSupport, WeightUpdate
-from tidemill.engine.native.adapted_base import AdaptedBase
+from tidemill.models.adapted_base import AdaptedBase
 from tidemill.models.adapter_update import ReceivedAdapter, received_adapter
 from tidemill.models.decoder import Decoder, decoding_weights
 from tidemill.models.hf_weights import empty_decoder, hf_views, loading

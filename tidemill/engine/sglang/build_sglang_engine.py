@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from tidemill.core.weight_update import UpdateSupport
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.cache_size import device_of
 from tidemill.engine.remote.server_command import find_python
@@ -18,18 +17,19 @@ from tidemill.engine.sglang.sglang_command import server_command, server_environ
 from tidemill.engine.sglang.sglang_engine import SglangEngine
 from tidemill.engine.sglang.sglang_routes import SglangRoutes
 from tidemill.engine.sglang.sglang_settings import BUILD, ENVIRONMENT, SglangSettings
+from tidemill.models.adapted_base import AdaptedBase
 from tidemill.models.architecture import Architecture
 from tidemill.models.weight_slices import Receiver
 from tidemill.runtime.cpu_sharing import Cores
-
-TAKES = UpdateSupport(("full", "delta"), several_parts=True)
 
 
 def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> SglangEngine:
     """Start a server, or connect to one. The engine receives updates itself, by any transport, and hands them over."""
     settings = spec.engine
     assert isinstance(settings, SglangSettings)
-    takes = UpdateSupport(()) if receiver is None else TAKES.both(receiver.takes)
+    takes = spec.takes(None if receiver is None else receiver.takes)
+    dtype = getattr(torch, settings.dtype)
+    base = AdaptedBase.of_folder(spec.model, spec.base_dtype, dtype) if spec.adapter_rank else None
     client, process = server_of(spec, "SGLang", lambda port: _command(spec, settings, port))
     routes = SglangRoutes(client)
     if settings.load == "collective":
@@ -37,7 +37,7 @@ def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> SglangEn
     else:
         folder = Path(process.folder) if process is not None else spec.logs or Path(tempfile.gettempdir())
         hand_over = FolderHandOver(routes, folder, spec.name)
-    return SglangEngine(client, spec, process, receiver, takes, routes, hand_over)
+    return SglangEngine(client, spec, process, receiver, takes, routes, hand_over, base)
 
 
 def _command(spec: EngineSpec, settings: SglangSettings, port: int) -> tuple[list[str], dict[str, str]]:

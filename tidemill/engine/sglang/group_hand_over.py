@@ -24,6 +24,7 @@ from tidemill.core.errors import EngineFailed, TransferFailed
 from tidemill.core.executors import in_thread
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.sglang.sglang_routes import LONG_S, SHORT_S, SglangRoutes
+from tidemill.engine.verified_weights import ReceivedWeights
 from tidemill.weight_sync.process_groups import gloo_options, hold
 
 BUCKET = 256 << 20  # bytes that the server holds beside its weights
@@ -41,8 +42,8 @@ class GroupHandOver:
         self._store: TCPStore | None = None
         self._tensors = dict[str, Tensor]()
 
-    async def stage(self, tensors: dict[str, Tensor], update: WeightUpdate) -> None:
-        self._tensors = tensors
+    async def stage(self, received: ReceivedWeights, update: WeightUpdate) -> None:
+        self._tensors = received.tensors
         if self._group is None:
             try:
                 await self._join()

@@ -13,12 +13,12 @@ from typing import Protocol
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.executors import in_thread
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.sglang.sglang_routes import SglangRoutes
+from tidemill.engine.verified_weights import ReceivedWeights
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.weight_slices import Slice
 
@@ -29,8 +29,8 @@ FOLDER = ".tidemill-for-"
 class HandOver(Protocol):
     """A way to give weights to a server."""
 
-    async def stage(self, tensors: dict[str, Tensor], update: WeightUpdate) -> None:
-        """Do what can be done beside the decoding. Raises PolicyMismatch for weights that are not the update's."""
+    async def stage(self, received: ReceivedWeights, update: WeightUpdate) -> None:
+        """Do what can be done beside the decoding. Raises PolicyMismatch if they are other weights by then."""
         ...
 
     async def load(self, label: str, flush: bool) -> None:
@@ -48,10 +48,10 @@ class FolderHandOver:
         self._routes, self._root, self._name = routes, folder, f"{FOLDER}{engine}-{secrets.token_hex(4)}"
         self._engine, self._folder = engine, folder / self._name
 
-    async def stage(self, tensors: dict[str, Tensor], update: WeightUpdate) -> None:
+    async def stage(self, received: ReceivedWeights, update: WeightUpdate) -> None:
         part = update.parts[0]
         self._folder = (Path(part.location).parent if part.transport == "checkpoint" else self._root) / self._name
-        await in_thread(self._write, tensors, update)
+        await in_thread(self._write, received, update)
 
     async def load(self, label: str, flush: bool) -> None:
         await self._routes.load_folder(str(self._folder), label, flush)
@@ -60,14 +60,16 @@ class FolderHandOver:
     async def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _write(self, tensors: dict[str, Tensor], update: WeightUpdate) -> None:
+    def _write(self, received: ReceivedWeights, update: WeightUpdate) -> None:
+        tensors = received.tensors
         self._folder.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self._folder / FILE)
         tensors.clear()
         found = fingerprint(_read(self._folder / FILE))
-        if found != update.version.fingerprint:
+        if found != received.fingerprint:
             raise PolicyMismatch(
-                f"engine {self._engine} wrote weights of the fingerprint {found} for its server, not {update.version.exact}"
+                f"engine {self._engine} wrote weights of the fingerprint {found} for its server, as {update.version}, "
+                f"expected {received.fingerprint}"
             )
 
 

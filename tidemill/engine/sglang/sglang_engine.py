@@ -36,6 +36,7 @@ from tidemill.engine.sglang.sglang_wire import (
     score_body,
     scored_of,
 )
+from tidemill.models.adapted_base import AdaptedBase
 from tidemill.models.weight_slices import Receiver
 
 
@@ -54,12 +55,13 @@ class SglangEngine(UpdatedEngine):
         takes: UpdateSupport,
         routes: SglangRoutes,
         hand_over: HandOver,
+        base: AdaptedBase | None = None,
     ) -> None:
-        """See `UpdatedEngine`. receiver: source of updates. hand_over: gives them to the server."""
+        """See `UpdatedEngine`. receiver: source of updates. hand_over: gives them to the server. base: of adapters."""
         assert isinstance(spec.engine, SglangSettings)
         self._routes, self._hand_over, self._start_s = routes, hand_over, spec.engine.start_s
         self._load: dict[str, Any] = {}
-        updater = partial(SglangUpdater, routes=routes, receiver=receiver, hand_over=hand_over)
+        updater = partial(SglangUpdater, routes=routes, receiver=receiver, hand_over=hand_over, base=base)
         super().__init__(client, spec, takes, process, updater)
 
     async def capabilities(self) -> Capabilities:

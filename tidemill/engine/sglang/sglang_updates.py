@@ -20,6 +20,7 @@ from tidemill.engine.remote.server_updates import ServerUpdater, Updated
 from tidemill.engine.sglang.hand_over import HandOver
 from tidemill.engine.sglang.sglang_routes import LONG_S, SglangRoutes
 from tidemill.engine.verified_weights import received_weights
+from tidemill.models.adapted_base import AdaptedBase
 from tidemill.models.weight_slices import Receiver
 
 SAMPLED, ROWS = 4, 2  # tensors that are read back after an update, and rows of each
@@ -31,16 +32,25 @@ Sample = dict[str, Any]  # the first rows of tensors, by name
 class SglangUpdater(ServerUpdater):
     """The version that an SGLang server serves, and its change."""
 
-    def __init__(self, engine: Updated, routes: SglangRoutes, receiver: Receiver | None, hand_over: HandOver) -> None:
+    def __init__(
+        self,
+        engine: Updated,
+        routes: SglangRoutes,
+        receiver: Receiver | None,
+        hand_over: HandOver,
+        base: AdaptedBase | None = None,
+    ) -> None:
+        """base: the weights that each version, an adapter, is added to; None: versions are whole weights."""
         super().__init__(engine)
+        self._base = base
         self._routes, self._receiver, self._hand_over = routes, receiver, hand_over
         self._updates = 0
 
     async def _stage(self, update: WeightUpdate) -> Sample:
         assert self._receiver is not None, "an engine without a receiver takes no kind of update"
-        tensors = await in_thread(received_weights, self._receiver, update, self.name)
-        sample = _sample(tensors, self._updates)
-        await self._hand_over.stage(tensors, update)
+        received = await in_thread(received_weights, self._receiver, update, self.name, self._base)
+        sample = _sample(received.tensors, self._updates)
+        await self._hand_over.stage(received, update)
         return sample
 
     async def _load(self, update: WeightUpdate, staged: Sample, label: str) -> None:

@@ -24,7 +24,7 @@ from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import Capabilities, EngineStats
 from tidemill.core.token_extras import MODEL_LOGPROBS, TokenExtra
 from tidemill.core.types import Array, Completion, GenerateRequest, InFlight, Scored, Telemetry, Version
-from tidemill.core.weight_update import UpdateSupport, WeightUpdate
+from tidemill.core.weight_update import UpdateKind, UpdateSupport, WeightUpdate
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.cache_size import device_of
@@ -40,7 +40,8 @@ from tidemill.engine.request_refusals import (
 from tidemill.engine.transformers.causal_model import CausalModel
 from tidemill.engine.transformers.sampled_row import SampledRow
 from tidemill.engine.transformers.transformers_settings import TransformersSettings
-from tidemill.engine.verified_weights import received_weights
+from tidemill.engine.verified_weights import ReceivedWeights, received_weights
+from tidemill.models.adapted_base import AdaptedBase
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.weight_slices import Receiver
 from tidemill.observability.process_memory import PeakMemory
@@ -56,7 +57,10 @@ def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> Transfor
     assert isinstance(spec.engine, TransformersSettings)
     device, dtype = torch.device(device_of(spec.engine.device)), getattr(torch, spec.engine.dtype)
     model = CausalModel(spec.model, dtype, device)
-    return TransformersEngine(model, spec.engine, receiver=receiver, version=spec.version, name=spec.name, cores=cores)
+    base = AdaptedBase.of_folder(spec.model, spec.base_dtype, dtype) if spec.adapter_rank else None
+    return TransformersEngine(
+        model, spec.engine, receiver=receiver, version=spec.version, name=spec.name, cores=cores, base=base
+    )
 
 
 class TransformersEngine:
@@ -73,11 +77,17 @@ class TransformersEngine:
         version: Version,
         name: str,
         cores: Cores | None = None,
+        base: AdaptedBase | None = None,
     ) -> None:
-        """Serve `model` as `version`. receiver: source of updates; None for an engine that is never updated."""
+        """Serve `model` as `version`. receiver: source of updates; None for an engine that is never updated.
+
+        base: the weights that each version, an adapter, is added to; None: versions are whole weights.
+        """
         self.name, self.settings = name, settings
         self._model, self._receiver, self._version = model, receiver, version
-        self._takes = UpdateSupport(("full", "delta"), True).both(receiver.takes if receiver else UpdateSupport(()))
+        kinds: tuple[UpdateKind, ...] = ("full", "delta") if base is None else ("adapter",)
+        self._base = base
+        self._takes = UpdateSupport(kinds, True).both(receiver.takes if receiver else UpdateSupport(()))
         self._context = settings.context_of(model.positions or settings.context or CONTEXT)
         self._cores, self._activity, self._memory = cores or Cores(), Activity(), PeakMemory()
         self._rows = set[SampledRow]()
@@ -196,18 +206,20 @@ class TransformersEngine:
             done += len(rows)
         return Scored(logprobs, self._version, ids if top_k else None, tops if top_k else None)
 
-    def _stage(self, receiver: Receiver, update: WeightUpdate) -> dict[str, Tensor]:
+    def _stage(self, receiver: Receiver, update: WeightUpdate) -> ReceivedWeights:
         """The weights of an update, whole and verified."""
-        staged = received_weights(receiver, update, self.name)
-        self._model.fit(staged)
+        staged = received_weights(receiver, update, self.name, self._base)
+        self._model.fit(staged.tensors)
         return staged
 
-    def _commit(self, staged: dict[str, Tensor], version: Version) -> None:
+    def _commit(self, staged: ReceivedWeights, version: Version) -> None:
         """Serve the staged weights, and verify what is served then."""
         fault_injection.reach(self.name, "commit", version.step)
-        self._model.load(staged)
-        if (served := fingerprint(self._model.held(staged))) != version.fingerprint:
-            raise PolicyMismatch(f"engine {self.name} serves weights of the fingerprint {served}, not {version.exact}")
+        self._model.load(staged.tensors)
+        if (served := fingerprint(self._model.held(staged.tensors))) != staged.fingerprint:
+            raise PolicyMismatch(
+                f"engine {self.name} serves weights of the fingerprint {served}, not {version}, of {staged.fingerprint}"
+            )
         self._version = version
         if self.settings.in_flight == InFlight.RECOMPUTE:
             for row in self._rows:

@@ -6,7 +6,6 @@ import secrets
 
 import torch
 
-from tidemill.core.weight_update import UpdateSupport
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.cache_size import device_of
 from tidemill.engine.remote.server_command import find_python
@@ -18,12 +17,10 @@ from tidemill.models.architecture import Architecture
 from tidemill.models.weight_slices import Receiver
 from tidemill.runtime.cpu_sharing import Cores
 
-TAKES = UpdateSupport(("full", "delta"), several_parts=True)
-
 
 def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> VllmEngine:
     """Start a server, or connect to one. Its ranks have receivers of their own; `receiver` says what the transport takes."""
-    takes = UpdateSupport(()) if receiver is None else TAKES.both(receiver.takes)
+    takes = spec.takes(None if receiver is None else receiver.takes)
     if receiver is not None:
         receiver.close()
     client, process = server_of(spec, "vLLM", lambda port: _command(spec, port))

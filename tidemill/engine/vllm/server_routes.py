@@ -54,11 +54,15 @@ class ServerRoutes:
         """The name of the weights that are served."""
         return (await self._client.look("/weight_info"))["weight_version"]
 
-    async def open_transport(self, transport: str) -> None:
-        """Let each rank make the receiver of a transport. Raises StartFailed where the plug-in is not there."""
+    async def open_transport(self, transport: str, base_dtype: str = "") -> None:
+        """Let each rank make the receiver of a transport. Raises StartFailed where the plug-in is not there.
+
+        base_dtype: updates are adapters, which each rank adds to the weights of the server's model folder with these numbers
+        (see `AdapterConfig`); "": updates are whole weights.
+        """
         if any(state["broken"] for state in await self._ranks("tidemill_state", SHORT_S)):
             raise StartFailed(f"{self.name} was left in the middle of an update of its weights: start it again")
-        body = {"init_info": {"transport": transport}}
+        body = {"init_info": {"transport": transport, **({"base_dtype": base_dtype} if base_dtype else {})}}
         await self._client.post("/init_weight_transfer_engine", body, SHORT_S)
 
     async def abort(self, names: Sequence[str]) -> None:

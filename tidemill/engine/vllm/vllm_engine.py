@@ -47,6 +47,7 @@ class VllmEngine(UpdatedEngine):
         """See `UpdatedEngine`."""
         assert isinstance(spec.engine, VllmSettings)
         self.settings, self._transport, self._model = spec.engine, spec.transport, ""
+        self._base_dtype = spec.base_dtype if spec.adapter_rank else ""
         self._routes = ServerRoutes(client)
         self._server, self._before = Counter[str](), Counter[str]()
         updater = partial(VllmUpdater, routes=self._routes, audit_every=spec.engine.audit_every)
@@ -96,7 +97,7 @@ class VllmEngine(UpdatedEngine):
         self._model, longest = await self._routes.model()
         self._context = min(self._context, longest - 1)  # `score` samples one token after a full row
         if self._transport is not None:
-            await self._routes.open_transport(self._transport)
+            await self._routes.open_transport(self._transport, self._base_dtype)
         self._updates.labels[await self._routes.label()] = self._version
         warm = GenerateRequest(np.zeros(1, np.int32), SamplingParams(max_tokens=1))
         body = generate_body(warm, model=self._model, name=self._name(), salt=self._nonce, room=1, eos=())

@@ -166,7 +166,7 @@ def engine_memory(
     if settings.elsewhere:
         return []
     if isinstance(settings, ServerSettings):
-        return server_memory(settings, arch, parameters(arch), device_of(settings.device) == "cpu", free, updated)
+        return server_memory(settings, arch, parameters(arch), device_of(settings.device) == "cpu", free, updated, adapted)
     if not isinstance(settings, EngineSettings):
         return [Held("weights; the rest is not known", size * parameters(arch), "a smaller model")]
     own, on_cpu, spare = size * parameters(arch), device_of(settings.device) == "cpu", updated and not turns

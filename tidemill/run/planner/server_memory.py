@@ -15,14 +15,26 @@ PROCESS = 470 << 20
 
 
 def server_memory(
-    settings: ServerSettings, arch: Architecture, weights: int, on_cpu: bool, free: int | None, updated: bool
+    settings: ServerSettings,
+    arch: Architecture,
+    weights: int,
+    on_cpu: bool,
+    free: int | None,
+    updated: bool,
+    adapted: bool = False,
 ) -> list[Held]:
-    """The most memory of one engine. weights: their number. free: bytes, of which the KV cache takes a share at most."""
+    """The most memory of one engine. weights: their number. free: bytes, of which the KV cache takes a share at most.
+
+    adapted: its versions are adapters of its folder's weights.
+    """
     if settings.url:
         return []  # it runs already, perhaps elsewhere
     ranks, own = settings.tensor_parallel, ITEM[settings.dtype] * weights
     lower = "engine.dtype = 'bfloat16'" if settings.dtype == "float32" else "a smaller model"
     held = [Held(f"the server's {2 + ranks} processes", (2 + ranks) * PROCESS, host=True), Held("weights", own, lower)]
+    if adapted:
+        lever, holders = "trainer.lora.publish = 'merged'", ranks if isinstance(settings, VllmSettings) else 1
+        held.append(Held("frozen base, to which adapters are added", holders * own, lever, host=True))
     if updated and isinstance(settings, VllmSettings):
         held.append(Held("the next version, received by each rank", ranks * own, lower, host=True))
     elif updated:

@@ -1,7 +1,7 @@
 """The frozen weights of an engine whose versions are adapters, and each version as their sum.
 
     update -> received adapter, verified -> base's fingerprint -> W' = W + scale B A, in rows, from the pristine base
-           -> a spare decoder -> its sums must be those of what was merged
+           -> a spare decoder, whose sums must be those of what was merged (`merging`), or new tensors (`whole`)
 
 The base lies on the host, in the served dtype, and is never written: nothing is ever subtracted from merged weights. Its
 words are compared each time it is read. Each sum is checked by a product: (W' - W) v must be scale B (A v).
@@ -11,21 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.weight_update import WeightUpdate
+from tidemill.models.adapter_config import BaseDtype
 from tidemill.models.adapter_update import ReceivedAdapter, factors_of
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import Fingerprint, word_bits
-from tidemill.models.hf_weights import hf_views, loading
+from tidemill.models.hf_weights import empty_decoder, hf_views, loading
 from tidemill.models.kernels.cuda.transfers import Uploads
 from tidemill.models.lora import Factors, merged_slices
 from tidemill.models.piecewise import Work, by_rows
+from tidemill.models.quantised_base import load_served
 from tidemill.models.served_weights import Contents
-from tidemill.models.weight_slices import Slice
+from tidemill.models.weight_slices import Slice, whole_tensors
 
 SLACK = 1e-3  # of products in float32, as a share
 
@@ -33,12 +36,21 @@ SLACK = 1e-3  # of products in float32, as a share
 class AdaptedBase:
     """The pristine weights that adapters are added to."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        """Copy a decoder's weights."""
+    def __init__(self, decoder: Decoder, copy: bool = True) -> None:
+        """Copy a decoder's weights. copy: False keeps those of one on the host, which nothing else may use then."""
         weight = decoder.embed.weight
         self.contents = Contents.of(decoder, weight.dtype)
         self._device = weight.device
-        self._tensors = {name: view.detach().to("cpu", copy=True) for name, view in hf_views(decoder)}
+        self._tensors = {name: view.detach().to("cpu", copy=copy) for name, view in hf_views(decoder)}
+        self._shapes = empty_decoder(decoder.arch, weight.dtype, "meta")
+
+    @classmethod
+    def of_folder(cls, folder: str | Path, base_dtype: BaseDtype, dtype: torch.dtype) -> AdaptedBase:
+        """The weights of a Hugging Face folder as adapters were trained on them, in the served dtype, on the host.
+
+        Raises UnsupportedModel for a folder that is no such model.
+        """
+        return cls(load_served(folder, base_dtype, dtype), copy=False)
 
     def expect(self, update: WeightUpdate, engine: str) -> None:
         """Raise PolicyMismatch unless the update's adapter was trained on these weights."""
@@ -67,6 +79,14 @@ class AdaptedBase:
         if other := next((name for name, total in held.totals.items() if sums.get(name) != total), None):
             raise PolicyMismatch(f"{other} was staged with other numbers than base and adapter together")
         return held
+
+    @torch.no_grad()
+    def whole(self, adapter: ReceivedAdapter) -> dict[str, Tensor]:
+        """The sum of base and adapter, as new tensors by Hugging Face name. Blocking.
+
+        Raises PolicyMismatch if the adapter is not one of this model, or if the base has changed in memory.
+        """
+        return whole_tensors(self._merged(self._placed(factors_of(self._shapes, adapter)), Fingerprint()))
 
     def _placed(self, factors: Factors) -> Factors:
         return {name: (a.to(self._device), b.to(self._device), scale) for name, (a, b, scale) in factors.items()}
