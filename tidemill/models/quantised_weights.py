@@ -90,7 +90,8 @@ def quantise(weight: Tensor, kind: str) -> Quantised:
     scales = torch.where(scales < LEAST, 0.0, scales)
     codes, inverse = torch.empty_like(blocks, dtype=torch.uint8), 1 / torch.where(scales > 0, scales, 1.0)
     for at in range(0, len(blocks), PIECE):
-        codes[at : at + PIECE] = _nearest(blocks[at : at + PIECE] * inverse[at : at + PIECE, None], ENTRIES[kind])
+        shares = blocks[at : at + PIECE] * inverse[at : at + PIECE, None]
+        codes[at : at + PIECE] = _nearest(shares, NF4) if kind == "nf4" else (shares * 127).round_().add_(127)
     plain = _quantised(weight, kind, codes, Scales(scales))
     if kind == "int8" or torch.equal(dequantise(plain).flatten(), flat):
         return plain
@@ -101,9 +102,9 @@ def dequantise(given: Quantised) -> Tensor:
     """The matrix [N, K] float32: each code's entry times its block's scale."""
     entries, count = ENTRIES[given.kind], math.prod(given.shape)
     if given.kind == "nf4":
-        found = _pairs(given.codes.device)[given.codes.int()].flatten()
+        found = _pairs(given.codes.device).index_select(0, given.codes.int()).view(torch.float32)
     else:
-        found = _table(entries, given.codes.device)[given.codes.int()]
+        found = _table(entries, given.codes.device).index_select(0, given.codes.int())
     blocks = found.view(-1, BLOCK).mul_(given.scales.values()[:, None])
     return blocks.flatten()[:count].view(given.shape)
 
@@ -151,9 +152,9 @@ def _narrowed(scales: Tensor) -> Scales:
 
 
 def _nearest(numbers: Tensor, entries: tuple[float, ...]) -> Tensor:
-    """The index of the entry nearest to each number, int64; between two, the lower one."""
+    """The index of the entry nearest to each number, int32; between two, the lower one."""
     table = _table(entries, numbers.device)
-    return torch.bucketize(numbers, (table[:-1] + table[1:]) / 2)
+    return torch.bucketize(numbers, (table[:-1] + table[1:]) / 2, out_int32=True)
 
 
 @lru_cache(maxsize=32)
@@ -163,6 +164,6 @@ def _table(entries: tuple[float, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Tensor:
-    """[256, 2]: the two entries of each byte."""
+    """[256] int64: the two float32 entries of each byte, side by side."""
     table = _table(NF4, device)
-    return torch.stack((table.repeat_interleave(16), table.repeat(16)), dim=1)
+    return torch.stack((table.repeat_interleave(16), table.repeat(16)), dim=1).view(torch.int64).flatten()
