@@ -228,13 +228,14 @@ class AdapterContract:
             with pytest.raises(ValueError, match=r"'adapter', but .* is of kind 'full'"):
                 await engine.update(whole)
 
+    @pytest.mark.parametrize("transport", ["collective", "direct"])
     async def test_it_receives_what_a_trainer_sends_live(
-        self, engines: Callable[..., Engine], model: Reference, tmp_path: Path
+        self, engines: Callable[..., Engine], model: Reference, tmp_path: Path, transport: str
     ) -> None:
-        engine = engines("collective")
+        engine = engines(transport)
         decoder = decoder_with(model.folder, SCALED, 3)
         expected = by_peft(model, decoder, SCALED, tmp_path / "adapter")
-        trainer = trainer_of(decoder, SCALED, "collective", tmp_path / "weights")
+        trainer = trainer_of(decoder, SCALED, transport, tmp_path / "weights")
         try:
             await through_a_pool(trainer, engine, 1)
             done = await engine.generate(GenerateRequest(PROMPT, FREE))

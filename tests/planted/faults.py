@@ -1483,6 +1483,31 @@ FAULTS = [
         "weight_sync/test_adapter_mutations.py",
     ),
     Fault(
+        "an engine adds an adapter to a base that it was not trained on",
+        '        base.expect(update, f"engine {engine}")  # only now: a trainer that sends live must not wait in vain\n',
+        "",
+        "engine/test_adapters_received.py",
+    ),
+    Fault(
+        "an engine's base has other numbers than the trainer's",
+        "        return cls(load_served(folder, base_dtype, dtype), copy=False)\n",
+        '        return cls(load_served(folder, "float32", dtype), copy=False)\n',
+        "engine/test_adapters_received.py",
+    ),
+    Fault(
+        "an engine adds an adapter to the sum before",
+        "        return whole_tensors(self._merged(self._placed(factors_of(self._shapes, adapter)), Fingerprint()))\n",
+        "        self._tensors |= whole_tensors(self._merged(self._placed(factors_of(self._shapes, adapter)), Fingerprint()))\n"
+        "        return dict(self._tensors)\n",
+        "engine/test_adapters_received.py",
+    ),
+    Fault(
+        "an engine of adapters takes whole weights",
+        'UpdateSupport(("adapter",) if self.adapter_rank else ("full", "delta"), several_parts=True)',
+        'UpdateSupport(("full", "delta", "adapter"), several_parts=True)',
+        "engine/test_adapters_received.py",
+    ),
+    Fault(
         "an adapter that was received is not the one that was published",
         '    if not update.version.fingerprint or found != update.version.fingerprint:\n        raise PolicyMismatch(f"{engine} received an',
         '    if not update.version.fingerprint:\n        raise PolicyMismatch(f"{engine} received an',

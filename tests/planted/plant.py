@@ -28,7 +28,7 @@ from weight_sync_faults import WEIGHT_SYNC_FAULTS
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = [*FAULTS, *SPECULATION_FAULTS, *WEIGHT_SYNC_FAULTS]
 LIMIT_S = 600.0  # of one fault's tests
-COPIED = ("tidemill", "tests", "recipes", "docs", "benchmarks", "pyproject.toml", "README.md")
+COPIED = ("tidemill", "vllm_plugin", "tests", "recipes", "docs", "benchmarks", "pyproject.toml", "README.md")
 FAILED = 1  # pytest's status when tests ran and some failed; any other says that the fault was not tried
 
 

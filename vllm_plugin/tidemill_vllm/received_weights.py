@@ -62,7 +62,7 @@ class ReceivedUpdate:
         pieces = self._receiver.receive(self.update)
         if (self.update.kind == "adapter") != (self._base is not None):
             raise PolicyMismatch(
-                f"this server takes {'adapters' if self._base else 'whole weights'}, not {self.update.kind!r}"
+                f"this server takes {'adapters' if self._base else 'whole weights'}, not a {self.update.kind!r} update"
             )
         if self._base is None:
             return whole_tensors(pieces)
