@@ -1295,7 +1295,7 @@ FAULTS = [
     ),
     Fault(
         "weights that have moved are sent as the version before",
-        "now.version != update.version or (now.updates != self.updates and not copied)",
+        "now.version != update.version or (now.updates != updates and not copied)",
         "now.version != update.version",
         "engine/native/test_live_updates.py",
     ),

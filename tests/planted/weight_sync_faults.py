@@ -13,13 +13,13 @@ WEIGHT_SYNC_FAULTS = [
     ),
     Fault(
         "an engine takes a change of weights that it does not serve",
-        "        if update.base is not None and served is not None and update.base != served:",
-        "        if update.base is not None and served is not None and update.base.policy != served.policy:",
+        '        if update.kind == "delta" and served is not None and update.base != served:',
+        '        if update.kind == "delta" and served is not None and update.base.policy != served.policy:',
         "core/test_weight_update.py",
     ),
     Fault(
         "a manifest may name another base than was announced",
-        "        if manifest.base != update.base:",
+        "        if (manifest.kind, manifest.base) != (update.kind, update.base):",
         "        if False:",
         "weight_sync/test_deltas.py",
     ),

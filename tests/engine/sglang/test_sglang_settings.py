@@ -93,8 +93,9 @@ def test_the_kv_cache_holds_all_sequences_or_a_share_of_the_free_memory() -> Non
     settings = SglangSettings(max_sequences=100)
     assert kv_bytes(settings, ARCH, on_cpu=True, free=1 << 40) == 100 * 103 * TOKEN
     assert kv_bytes(settings, ARCH, on_cpu=True, free=5 << 20) == 5 << 18
-    held = {each.what: each.bytes for each in server_memory(settings, ARCH, 1000, True, 1 << 40, True)}
+    held = {each.what: each.bytes for each in server_memory(settings, ARCH, 1000, True, 1 << 40, True, adapted=True)}
     assert held["KV cache"] == 100 * 103 * TOKEN and held["the next version, received by the engine"] == 4000
+    assert held["frozen base, to which adapters are added"] == 4000
 
 
 def test_its_weaker_proof_and_its_seeds_are_said_at_the_start_or_refused() -> None:

@@ -137,13 +137,15 @@ def test_engines_take_the_addresses_in_turn_and_those_that_are_never_updated_sha
 
 
 def test_the_memory_of_a_server_is_known_before_it_starts() -> None:
-    def held(updated: bool = True, **settings: object) -> dict[str, int]:
+    def held(updated: bool = True, adapted: bool = False, **settings: object) -> dict[str, int]:
         chosen = VllmSettings.model_validate({"kv_memory_mb": 8, **settings})
-        return {each.what: each.bytes for each in server_memory(chosen, ARCH, 1000, True, None, updated)}
+        return {each.what: each.bytes for each in server_memory(chosen, ARCH, 1000, True, None, updated, adapted)}
 
     one, two = held(), held(tensor_parallel=2)
     assert one["weights"] == two["weights"] == 4000 and one["KV cache"] == two["KV cache"] / 2 == 8 << 20
     assert two["the next version, received by each rank"] == 2 * one["the next version, received by each rank"] == 8000
     assert two["the server's 4 processes"] > one["the server's 3 processes"] > 1 << 30
     assert held(dtype="bfloat16")["weights"] == 2000 and not any("next" in what for what in held(updated=False))
+    bases = [held(adapted=True, tensor_parallel=ranks) for ranks in (1, 2)]
+    assert [each["frozen base, to which adapters are added"] for each in bases] == [4000, 8000], "one in each rank"
     assert not server_memory(VllmSettings(url="http://a:1"), ARCH, 1000, True, None, True), "it runs elsewhere"
