@@ -15,7 +15,7 @@ from tidemill.core.weight_update import Rendezvous, WeightUpdate
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.weight_slices import KeepsSent, LiveSender, Slice
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def form(piece: Slice) -> Slice:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from live_cases import at_once, meeting, offered
+from live_cases import LIMIT_S, at_once, meeting, offered
 
 from tidemill.core.errors import PolicyMismatch, TransferFailed
 from tidemill.core.types import Version
@@ -67,7 +67,7 @@ class Both:
     def publish(self, step: int) -> WeightUpdate:
         return offered(self.senders, Version(step), shares(step, len(self.senders)))
 
-    def transfer(self, update: WeightUpdate, group: str = "", limit_s: float = 20.0, **receive: Any) -> list[Any]:
+    def transfer(self, update: WeightUpdate, group: str = "", limit_s: float = LIMIT_S, **receive: Any) -> list[Any]:
         """What each sender, then each receiver comes to: None, and the fingerprint received; or an error."""
         told = meeting(update, len(self.receivers), group, limit_s)
         sends = [partial(each.send_offered, told[0], threading.Event()) for each in self.senders]
@@ -186,7 +186,7 @@ def test_one_that_fails_ends_the_transfer_for_all_and_the_next_one_is_whole(both
     before = both.publish(0)
     both.transfer(before, "first")
     update, begin = both.publish(1), time.monotonic()
-    limit_s = 2.0 if fault is never_comes else 20.0
+    limit_s = 2.0 if fault is never_comes else LIMIT_S
     found = both.transfer(update, "first" if fault is not never_comes else "second", limit_s, **fault(both))
     assert time.monotonic() - begin < 15, "it waited for its limit"
     others = [each for each in found if isinstance(each, TransferFailed) or each in right(update, both)]
