@@ -8,10 +8,13 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before it is read: no test asks the hub, but those that bring one along
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # before torch is: it reads them once
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("any machine", deadline=None)  # examples take the time that a busy machine takes
+hypothesis.settings.load_profile("any machine")
 
 
 LONG = {"test_mutated_runs.py"}  # files whose tests take minutes together: one process has them all, so they come first

@@ -45,7 +45,7 @@ def attempt(prompt: int, sampled: int, outcome: Score | InfraError | None = None
 SHAPES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SHAPES)
 def test_what_is_counted_and_said_is_of_those_that_replied(shapes: list[tuple[int, int]]):
     group = Group(0, Task("t", "?", env="e"), [replace(attempt(*each), sample=i) for i, each in enumerate(shapes)])

@@ -12,7 +12,7 @@ from tidemill.ledger import SqliteLedger
 from tidemill.ledger.records import Undone
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     waiting=st.integers(0, 5),

@@ -40,7 +40,7 @@ def attempt(number: int, prompt: int, sampled: int) -> Trajectory:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(GROUPS, st.sampled_from([1, 12, 1 << 14]))
 def test_every_figure_is_of_its_own_trajectory(shapes: list[list[tuple[int, int]]], piece: int) -> None:
     """They are summarised in pieces, and inserted several at once."""

@@ -52,7 +52,7 @@ def test_a_writer_never_touches_an_older_file(tmp_path: Path) -> None:
     assert read_record(tmp_path, 1, 0, at2) == b"new"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(byte=st.integers(0, 2 * HEADER_BYTES + 19), bit=st.integers(0, 7))
 def test_every_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, byte: int, bit: int) -> None:
     folder = tmp_path_factory.mktemp("flip", numbered=True)

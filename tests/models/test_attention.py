@@ -31,7 +31,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 24), min_size=1, max_size=6),
     st.sampled_from([(4, 2), (2, 2), (3, 1)]),

@@ -59,7 +59,7 @@ def blocks(whole: Slice, draw: st.DataObject) -> list[Slice]:
     return blocks(left, draw) + blocks(rest, draw)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 7), min_size=0, max_size=3),
     st.sampled_from(DTYPES),
@@ -110,7 +110,7 @@ def test_non_contiguous_slices_are_read_as_they_look() -> None:
     assert fingerprint([Slice.whole("w", tensor.T)]) == fingerprint([Slice.whole("w", tensor.T.contiguous())])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(DTYPES), st.integers(0, 99), st.data())
 def test_every_change_shows(dtype: torch.dtype, seed: int, data: st.DataObject) -> None:
     n = data.draw(st.integers(2, 8))

@@ -30,7 +30,7 @@ def plain(head: Any, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tu
     return distribution.log_prob(targets), distribution.entropy()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(1, 12), st.sampled_from([None, 1, 2, 4, 100]), st.booleans(), st.booleans())
 def test_values_and_gradients_are_exact(rows: int, vocab: int, chunk: int | None, use_logp: bool, use_entropy: bool) -> None:
     head, hidden, targets, temperature = case(rows, vocab, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
@@ -49,14 +49,12 @@ MATRICES = arrays.array_shapes(min_dims=2, max_dims=2, max_side=40).flatmap(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None)
 @given(matrix=MATRICES)
 def test_what_was_dequantised_is_quantised_to_the_same_numbers(kind: str, matrix: np.ndarray) -> None:
     same_again(torch.from_numpy(matrix), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), spread=st.floats(0, 40), rows=st.integers(1, 400), inputs=st.integers(1, 200))
 def test_so_are_large_ones_with_scales_far_apart(kind: str, seed: int, spread: float, rows: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(seed)

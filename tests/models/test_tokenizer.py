@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(text=st.text(alphabet=ALPHABET, max_size=40))
 def test_characters_round_trip(folder: Path, text: str) -> None:
     global _LOADED
@@ -89,7 +89,7 @@ def test_loading_says_what_is_missing(folder: Path, tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(text=st.text(max_size=40) | st.sampled_from([f"a{EOS}b", EOS, f" {EOS} ", "  a\n\n b ", "naïve\r\n€\0"]))
 def test_bytes_round_trip(text: str) -> None:
     global _BYTES

@@ -41,7 +41,7 @@ def painted(intervals, low: int = 0, high: int = 100) -> np.ndarray:
     return cells
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(INTERVALS, INTERVALS, st.integers(0, 50), st.integers(0, 50))
 def test_busy_and_overlap_are_those_of_the_painted_line(a, b, start, width) -> None:
     end = start + width
@@ -94,7 +94,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(INTERVALS)
 def test_spans_of_one_lane_follow_or_nest(tmp_path_factory: pytest.TempPathFactory, intervals) -> None:
     trace = Trace()

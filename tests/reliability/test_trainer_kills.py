@@ -138,6 +138,7 @@ def test_a_killed_trainer_is_started_again_and_its_engine_goes_on(tmp_path: Path
     assert watched.restarts() == 1 and len(watched.pids["trainer"]) == 2
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on_to_the_same_bits_after_kills(tmp_path: Path) -> None:
     """Trainer, engine and controller are killed; an engine that starts again loads the base and is sent the adapter."""
     lora = ("trainer.lora.rank=4", "trainer.lora.targets=['q_proj','down_proj']")

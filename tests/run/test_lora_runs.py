@@ -44,7 +44,10 @@ def train(model: Path, folder: Path, steps: int = 4, **more: Any) -> tidemill.Ru
     return tidemill.train(env, model, run_dir=folder, quiet=True, steps=steps, max_lag=0, **how | more)
 
 
-@pytest.mark.parametrize(("base_dtype", "publish"), [("float32", "adapter"), ("nf4", "adapter"), ("nf4", "merged")])
+@pytest.mark.parametrize(
+    ("base_dtype", "publish"),
+    [("float32", "adapter"), ("nf4", "adapter"), pytest.param("nf4", "merged", marks=pytest.mark.slow)],
+)
 def test_a_run_goes_on_to_the_bit_and_commands_read_it(model: Path, tmp_path: Path, base_dtype: str, publish: str) -> None:
     lora = {"rank": 4, "targets": ["q_proj", "down_proj"], "base_dtype": base_dtype, "publish": publish}
     how: dict[str, Any] = {"trainer": {"lora": lora, "lr": 1e-2}}

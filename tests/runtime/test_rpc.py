@@ -59,7 +59,7 @@ frames = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(frames)
 def test_hostile_frames_never_stop_the_server(messages: list[tuple[bytes, ...]]) -> None:
     async def attack() -> None:

@@ -51,7 +51,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_coding, "CHUNK", 200)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.sampled_from(list(DTYPES.values())), st.sampled_from(SHAPES), st.floats(0, 1), st.integers(0, 2**32))
 def test_every_change_is_exact(dtype: torch.dtype, shape: tuple[int, ...], share: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -141,7 +141,7 @@ def assert_nothing_else_is_written(packed: bytes, refused: bool | None) -> None:
     assert refused is None or bool(found) == refused
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.binary(max_size=80), st.integers(0, 2**32))
 def test_damaged_changes_never_write_elsewhere(noise: bytes, seed: int) -> None:
     rng = np.random.default_rng(seed)

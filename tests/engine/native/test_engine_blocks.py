@@ -22,7 +22,7 @@ operations = st.lists(
 
 @pytest.mark.parametrize("collide", [False, True])
 @given(operations)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_never_leaks_and_never_serves_other_tokens(collide, steps):
     original = PageKey.__hash__
     if collide:
@@ -159,7 +159,7 @@ requests = st.lists(
 
 @pytest.mark.parametrize("ahead", [False, True])
 @given(requests, st.integers(1, 9), st.integers(6, 14), st.integers(1, 5), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_scheduler_computes_every_token_once_and_ends(ahead, wanted, chunk, pages, slots, prefix_cache):
     """ahead: the next step is planned before what this one samples is known, but for what must know it."""
     blocks = BlockManager(pages + 1, PAGE, prefix_cache)

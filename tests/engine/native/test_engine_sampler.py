@@ -72,7 +72,7 @@ def test_wide_supports_are_looked_for_in_the_whole_vocabulary():
     st.sampled_from([0.0, 1e-300, 0.5, 1 - 2**-53]),
     st.integers(1, 30),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_never_a_token_of_probability_zero(weights, uniform, repeat):
     probabilities = torch.tensor([weights * repeat], dtype=torch.float32)  # narrow and wide rows
     token = int(draw(probabilities, torch.tensor([[uniform]], dtype=torch.float64)))

@@ -221,7 +221,7 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     return {"model": "bytes", "max_tokens": draw(st.integers(0, 6))} | body
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(body=bodies(), path=st.sampled_from(["completions", "chat/completions"]))
 def test_no_body_makes_it_fail(chats: Running, body: dict[str, Any], path: str) -> None:
     response = CLIENT.post(f"{chats.url}/v1/{path}", content=json.dumps(body))

@@ -72,7 +72,7 @@ async def test_too_many_parts_are_refused_before_they_are_decoded(client: httpx.
         assert response.status_code == 413 and "send it as several requests" in response.json()["error"]["message"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     tree=st.recursive(st.integers() | st.text(alphabet='\\"[]{},:aé\u2028', max_size=6) | st.none(),
                       lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('\\"[,a', max_size=3), inner)),
@@ -99,7 +99,7 @@ def test_as_much_as_may_be_is_decoded():
         assert read(body(prompt=text))["prompt"] == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.sampled_from([r"\ud83d", r"\uDE00", r"\\", r"\\uD83D", "u", r"\"", "a", r"\uD800", r"\udfff"]), max_size=7)
 )

@@ -24,7 +24,7 @@ def pieces(tokens: list[int]) -> list[str]:
     return [*(detokenizer.push(token)[1] for token in tokens), detokenizer.flush()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=30))
 @example("é€😀" * 3)
 @example("a<pad>b")
@@ -40,7 +40,7 @@ def test_no_piece_ends_inside_a_character(text: str) -> None:
         assert all(shown) and not parts[-1]  # nothing is held that is complete
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, 258), max_size=60))
 def test_any_tokens_at_all(tokens: list[int]) -> None:
     """Bytes that are no text: nothing is lost, nothing is held for long."""
@@ -61,7 +61,7 @@ def cut(text: str, stops: list[str]) -> str:
     return text
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.lists(st.text("ab", max_size=4), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),

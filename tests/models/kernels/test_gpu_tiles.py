@@ -14,7 +14,7 @@ from tidemill.models.kernels.cuda.tiles import Tiles
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(families(tile=64), st.integers(1, 70), st.integers(1, 70))
 def test_every_pair_of_a_query_and_a_key_it_sees_is_looked_at_once(of: Families, queries: int, keys: int) -> None:
     tiles = Tiles.of(of, queries, keys, torch.device("cpu"))

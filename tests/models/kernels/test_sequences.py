@@ -56,7 +56,7 @@ def worst(found: list[Tensor], exact: list[Tensor]) -> float:
     return max(float((a.double() - b).abs().max() / (1 + b.abs().max())) for a, b in zip(found, exact, strict=True))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     families(),
     st.sampled_from([(4, 2), (2, 2), (3, 1)]),
@@ -89,7 +89,7 @@ def check_pairs(of: Families, size: int, window: int | None, seed: int) -> None:
         assert float((a.double() - b).norm()) <= 2**-7 * float(b.norm()) + 1e-4
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(families(), st.sampled_from([16, 32, 48, 64, 128]), st.sampled_from([None, 1, 3, 30, 256, 400]), st.integers(0, 99))
 def test_pairs_of_bfloat16_are_those_of_neighbours(of: Families, size: int, window: int | None, seed: int) -> None:
     """Where beginnings end at odd positions, too: what is paired with the wrong neighbour, or left out, is far off."""

@@ -9,7 +9,7 @@ deltas = st.lists(st.floats(-15, 15, allow_subnormal=False), min_size=1, max_siz
 
 
 @given(delta=deltas, cuts=st.lists(st.integers(0, 60), max_size=3), q=st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_matches_numpy_however_it_is_split(delta, cuts, q):
     behaviour = np.zeros_like(delta)
     total = LogprobGap()
