@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,18 +62,36 @@ def hf_blocks(decoder: Decoder) -> Iterator[Slice]:
     A tensor of which it holds nothing comes as an empty block. What is held in few bits, by all ranks, comes dequantised and
     whole from one of them.
     """
-    for place in _places(decoder):
-        if place.base is not None:
-            inputs = place.parameter.shape[1]
-            rows = place.base.part(place.first) if place.base.owned else torch.empty(0, inputs)
-            yield Slice(place.name, (place.rows, inputs), (0, 0), rows)
-            continue
-        held, at = local(place.parameter.detach()), first_row(place.parameter)
-        begin, end = max(at, place.first), min(at + len(held), place.first + place.rows)
-        rows = held[begin - at : end - at] if begin < end else held[:0]
-        shape = (place.rows, *place.parameter.shape[1:])
-        offset = (begin - place.first if begin < end else 0, *(0,) * (len(shape) - 1))
-        yield Slice(place.name, shape, offset, rows)
+    return (make() for make in held_blocks(decoder))
+
+
+def held_blocks(decoder: Decoder) -> list[Callable[[], Slice]]:
+    """The blocks of `hf_blocks`, each made when it is called for.
+
+    They stay those that this process holds now, while a pass gathers the parameters. Only what is held in few bits is
+    computed by the call.
+    """
+    return [partial(_narrow_block, place) if place.base else partial(_same, _block(place)) for place in _places(decoder)]
+
+
+def _same(block: Slice) -> Slice:
+    return block
+
+
+def _narrow_block(place: _Place) -> Slice:
+    assert place.base is not None
+    inputs = place.parameter.shape[1]
+    rows = place.base.part(place.first) if place.base.owned else torch.empty(0, inputs)
+    return Slice(place.name, (place.rows, inputs), (0, 0), rows)
+
+
+def _block(place: _Place) -> Slice:
+    held, at = local(place.parameter.detach()), first_row(place.parameter)
+    begin, end = max(at, place.first), min(at + len(held), place.first + place.rows)
+    rows = held[begin - at : end - at] if begin < end else held[:0]
+    shape = (place.rows, *place.parameter.shape[1:])
+    offset = (begin - place.first if begin < end else 0, *(0,) * (len(shape) - 1))
+    return Slice(place.name, shape, offset, rows)
 
 
 class _Place(NamedTuple):

@@ -21,7 +21,7 @@ from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.adapter_update import base_version, config_block
 from tidemill.models.decoder import Decoder
-from tidemill.models.hf_weights import hf_blocks, serving_slices
+from tidemill.models.hf_weights import held_blocks, serving_slices
 from tidemill.models.lora import adapter_blocks, gathered_factors, merged_slices, trained_blocks
 from tidemill.models.served_weights import Contents, checked, words_of
 from tidemill.models.weight_slices import KeepsSent, LiveSender, Sender, Slice
@@ -43,9 +43,10 @@ class _Payload:
     beside: int = 0  # bytes of this rank's blocks of that base
 
 
-def own_blocks(decoder: Decoder, ranks: Ranks) -> Iterable[Slice]:
-    """The blocks that this rank sends. They are made anew each time: what is held in few bits, one after another."""
-    return ranks.own(hf_blocks(decoder))
+def own_blocks(decoder: Decoder, ranks: Ranks) -> Callable[[], Iterable[Slice]]:
+    """The blocks that this rank sends, as it holds them now. Each call makes what is held in few bits, one after another."""
+    blocks = held_blocks(decoder)
+    return lambda: ranks.own(make() for make in blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,11 @@ class TrainedAdapter:
     @classmethod
     def of(cls, config: AdapterConfig, decoder: Decoder, ranks: Ranks, dtype: str) -> TrainedAdapter:
         """Sum up the frozen weights; all ranks must do so at the same time. dtype: that is served."""
-        held, served = decoder.embed.weight.dtype, DTYPES[dtype]
+        held, served, blocks = decoder.embed.weight.dtype, DTYPES[dtype], own_blocks(decoder, ranks)
         found = [
-            Contents.of_blocks(decoder, own_blocks(decoder, ranks), each, ranks.sums).fingerprint
-            for each in dict.fromkeys((held, served))
+            Contents.of_blocks(decoder, blocks(), each, ranks.sums).fingerprint for each in dict.fromkeys((held, served))
         ]
-        size = sum(block.tensor.numel() for block in own_blocks(decoder, ranks)) * served.itemsize
+        size = sum(block.tensor.numel() for block in blocks()) * served.itemsize
         return cls(config, found[0], base_version(found[-1]), size)
 
 
@@ -136,13 +136,14 @@ class Publication:
     def _whole(self) -> _Payload:
         dtype, decoder, ranks = DTYPES[self._dtype], self._decoder, self._ranks
         factors = gathered_factors(decoder)  # added to a matrix twice, here and as it is sent: no second copy of all
-        own = Contents.of_blocks(decoder, merged_slices(own_blocks(decoder, ranks), factors), dtype, ranks.sums)
+        blocks = own_blocks(decoder, ranks)  # now: a live update is sent while a pass may have gathered the parameters
+        own = Contents.of_blocks(decoder, merged_slices(blocks(), factors), dtype, ranks.sums)
         masters = own.words if dtype == torch.float32 else words_of(trained_blocks(decoder), ranks.sums)
-        held = (block for block in own_blocks(decoder, ranks) if block.tensor.numel())
+        held = (block for block in blocks() if block.tensor.numel())
         sent = [replace(block, tensor=block.tensor.to("meta")) for block in held]
 
         def stream() -> Iterator[Slice]:
-            return serving_slices(decoder, dtype, merged_slices(own_blocks(decoder, ranks), factors))
+            return serving_slices(decoder, dtype, merged_slices(blocks(), factors))
 
         return _Payload(own, masters, sent, stream)
 
