@@ -1400,8 +1400,8 @@ FAULTS = [
     ),
     Fault(
         "engines get the base without its adapter",
-        "            return serving_slices(decoder, dtype, merged_slices(own_blocks(decoder, ranks), factors))\n",
-        "            return serving_slices(decoder, dtype, own_blocks(decoder, ranks))\n",
+        "            return serving_slices(decoder, dtype, merged_slices(blocks(), factors))\n",
+        "            return serving_slices(decoder, dtype, blocks())\n",
         "trainer/test_lora_training.py",
     ),
     Fault(
