@@ -22,7 +22,7 @@ from tidemill.controller.engine_pool import EnginePool, Member, PoolPublisher
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.interfaces import Engine
 from tidemill.core.types import GenerateRequest, Version
-from tidemill.core.weight_update import WeightUpdate
+from tidemill.core.weight_update import AddedTo, WeightUpdate
 from tidemill.models.adapter_config import AdapterConfig, BaseDtype
 from tidemill.models.adapter_files import export_adapter
 from tidemill.models.adapter_update import base_version, config_block
@@ -255,7 +255,7 @@ async def through_a_pool(trainer: NativeTrainer, engine: Engine, step: int) -> N
 def published(sent: Sent, version: Version, pieces: list[Slice], base: Version, transport: str) -> Iterator[WeightUpdate]:
     sender = sent_by(transport, sent.folder / "sent")
     try:
-        yield sender.send(version, iter(pieces), base=base, adapter=True)
+        yield sender.send(version, iter(pieces), AddedTo(base, "adapter"))
     finally:
         sender.close()
 

@@ -12,7 +12,7 @@ from live_cases import SendsWhenRead, received
 
 from tidemill.core.errors import BaseMissing, PolicyMismatch
 from tidemill.core.types import Version
-from tidemill.core.weight_update import UpdateSupport, WeightUpdate
+from tidemill.core.weight_update import AddedTo, UpdateSupport, WeightUpdate
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.weight_slices import LiveSender, Slice, whole_tensors
 from tidemill.weight_sync.sync_settings import SyncSettings
@@ -119,17 +119,17 @@ def joined(updates: list[WeightUpdate]) -> WeightUpdate:
     return replace(updates[0], parts=tuple(part for each in updates for part in each.parts))
 
 
-def sent_otherwise(sender: Any, change: Callable[[list[Slice], Version | None], tuple[list[Slice], Version | None]]) -> None:
+def sent_otherwise(sender: Any, change: Callable[[list[Slice], AddedTo | None], tuple[list[Slice], AddedTo | None]]) -> None:
     """Have a transport's own sender carry something else than it is given, until `undo` is called on the attribute."""
     name = "offer" if isinstance(sender, LiveSender) else "send"
     carry = getattr(sender, name)
 
-    def offered(version: Version, forms: Iterable[Slice], stream: Any, base: Version | None = None) -> WeightUpdate:
-        pieces, other = change(list(stream()), base)
+    def offered(version: Version, forms: Iterable[Slice], stream: Any, onto: AddedTo | None = None) -> WeightUpdate:
+        pieces, other = change(list(stream()), onto)
         return carry(version, [replace(p, tensor=p.tensor.to("meta")) for p in pieces], lambda: pieces, other)
 
-    def sent(version: Version, slices: Iterable[Slice], base: Version | None = None) -> WeightUpdate:
-        pieces, other = change(list(slices), base)
+    def sent(version: Version, slices: Iterable[Slice], onto: AddedTo | None = None) -> WeightUpdate:
+        pieces, other = change(list(slices), onto)
         return carry(version, pieces, other)
 
     setattr(sender, name, offered if name == "offer" else sent)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from tidemill.core.errors import TransferFailed
 from tidemill.core.types import Version
-from tidemill.core.weight_update import Rendezvous, WeightUpdate
+from tidemill.core.weight_update import AddedTo, Rendezvous, WeightUpdate
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.weight_slices import KeepsSent, LiveSender, Slice
 
@@ -65,9 +65,9 @@ class SendsWhenRead:
     def __init__(self, sender: LiveSender) -> None:
         self.sender = sender
 
-    def send(self, version: Version, slices: Iterable[Slice]) -> WeightUpdate:
+    def send(self, version: Version, slices: Iterable[Slice], onto: AddedTo | None = None) -> WeightUpdate:
         pieces = list(slices)
-        update = self.sender.offer(version, map(form, pieces), lambda: pieces)
+        update = self.sender.offer(version, map(form, pieces), lambda: pieces, onto)
         self.made[update.parts[0].location] = self
         return update
 

@@ -14,6 +14,7 @@ from live_cases import received
 
 from tidemill.core.errors import BaseMissing, PolicyMismatch, WeightsMoved
 from tidemill.core.types import Version
+from tidemill.core.weight_update import AddedTo
 from tidemill.models.weight_slices import Slice
 from tidemill.weight_sync.manifest import PackedSlice
 
@@ -145,7 +146,7 @@ def test_a_sender_that_failed_half_way_sends_all_weights_next(scene: Scene) -> N
 def test_a_manifest_of_another_base_than_announced_is_refused(scene: Scene) -> None:
     scene.update(scene.publish(0, weights()))
     (inner,), served = scene.inner, scene.version
-    sent_otherwise(inner, lambda pieces, base: (pieces, replace(served, step=7)))
+    sent_otherwise(inner, lambda pieces, onto: (pieces, AddedTo(replace(served, step=7), "delta")))
     with pytest.raises(PolicyMismatch, match="of kind 'delta' on policy@v7"):
         scene.update(replace(scene.publish(1, moved(weights(), 1)), base=served))
     assert bits(scene.tensors) == bits(weights())
@@ -153,11 +154,11 @@ def test_a_manifest_of_another_base_than_announced_is_refused(scene: Scene) -> N
 
 # --- changes that are not what they claim to be --------------------------------------------------------------------------
 
-Mutation = Callable[[list[Slice], Version | None, list[Slice]], tuple[list[Slice], Version | None]]
+Mutation = Callable[[list[Slice], AddedTo | None, list[Slice]], tuple[list[Slice], AddedTo | None]]
 
 
 def one(name: str, change: Callable[[Any, list[Slice]], Slice]) -> Mutation:
-    return lambda now, base, old: ([change(s, old) if s.name == name else s for s in now], base)
+    return lambda now, onto, old: ([change(s, old) if s.name == name else s for s in now], onto)
 
 
 def packed(data: torch.Tensor) -> Callable[[Any, list[Slice]], Slice]:
@@ -168,17 +169,17 @@ def named(pieces: list[Slice], name: str) -> Slice:
     return next(each for each in pieces if each.name == name)
 
 
-def swapped(now: list[Slice], base: Version | None, old: list[Slice]) -> tuple[list[Slice], Version | None]:
+def swapped(now: list[Slice], onto: AddedTo | None, old: list[Slice]) -> tuple[list[Slice], AddedTo | None]:
     tall, twin = named(now, "tall").tensor, named(now, "twin").tensor
     other = {"tall": twin, "twin": tall}
-    return [replace(each, tensor=other.get(each.name, each.tensor)) for each in now], base
+    return [replace(each, tensor=other.get(each.name, each.tensor)) for each in now], onto
 
 
 MUTATIONS: dict[str, Mutation] = {
-    "dropped": lambda now, base, old: ([each for each in now if each.name != "tall"], base),
+    "dropped": lambda now, onto, old: ([each for each in now if each.name != "tall"], onto),
     "swapped": swapped,
     "stale": one("tall", lambda piece, old: replace(piece, tensor=named(old, "tall").tensor)),
-    "all stale": lambda now, base, old: (old, base),
+    "all stale": lambda now, onto, old: (old, onto),
     "left out": one("tall", packed(torch.empty(0, dtype=torch.uint8))),
     "half-written": one(
         "wide", lambda p, _: replace(p, tensor=p.tensor * (torch.arange(len(p.tensor)) < len(p.tensor) // 2))
@@ -188,10 +189,14 @@ MUTATIONS: dict[str, Mutation] = {
     "another dtype": one("tall", lambda p, _: replace(p, dtype=torch.float16)),
     "another tensor's rows": one("tall", lambda p, _: replace(p, size=(5, 300), shape=(5, 300))),
     "whole and old": one("tall", lambda p, _: Slice(p.name, p.shape, p.offset, weights()["tall"], p.total)),
-    "another base": lambda now, base, old: (now, base and replace(base, step=base.step - 1)),
-    "another base of the same name": lambda now, base, old: (now, base and replace(base, fingerprint="0" * 32)),
-    "no base": lambda now, base, old: (now, None),
+    "another base": lambda now, onto, old: (now, rebased(onto, step=0)),
+    "another base of the same name": lambda now, onto, old: (now, rebased(onto, fingerprint="0" * 32)),
+    "no base": lambda now, onto, old: (now, None),
 }
+
+
+def rebased(onto: AddedTo | None, **changes: Any) -> AddedTo | None:
+    return onto and replace(onto, base=replace(onto.base, **changes))
 
 
 def flipped(data: torch.Tensor, at: int) -> torch.Tensor:
@@ -217,11 +222,11 @@ def test_changes_that_are_something_else_are_never_served(scene: Scene, name: st
         versions.append(moved(versions[-1], step))
     (inner,), sick = scene.inner, False
 
-    def change(pieces: list[Slice], base: Version | None) -> tuple[list[Slice], Version | None]:
+    def change(pieces: list[Slice], onto: AddedTo | None) -> tuple[list[Slice], AddedTo | None]:
         if sick:
-            return MUTATIONS[name](pieces, base, old)
+            return MUTATIONS[name](pieces, onto, old)
         old[:] = [replace(each, tensor=each.tensor.clone()) for each in pieces]
-        return pieces, base
+        return pieces, onto
 
     sent_otherwise(inner, change)
     for step in range(2):

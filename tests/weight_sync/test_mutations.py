@@ -130,16 +130,16 @@ def through(tiny: Steps, transport: str, altered: Callable[[Iterable[Slice]], li
         kind = STORED[transport]
         send = kind.send
 
-        def sent(sender: Any, version: Version, slices: Iterator[Slice]) -> WeightUpdate:
-            return send(sender, version, iter(altered(slices)))
+        def sent(sender: Any, version: Version, slices: Iterator[Slice], onto: None) -> WeightUpdate:
+            return send(sender, version, iter(altered(slices)), onto)
 
         tiny.monkeypatch.setattr(kind, "send", sent)
         return
     offer = LiveEnd.offer
 
-    def offered(end: LiveEnd, version: Version, forms: Iterable[Slice], stream: Stream) -> WeightUpdate:
+    def offered(end: LiveEnd, version: Version, forms: Iterable[Slice], stream: Stream, onto: None) -> WeightUpdate:
         pieces = altered(stream())
-        return offer(end, version, map(form, pieces), lambda: pieces)
+        return offer(end, version, map(form, pieces), lambda: pieces, onto)
 
     tiny.monkeypatch.setattr(LiveEnd, "offer", offered)
 
@@ -251,8 +251,8 @@ def test_the_place_of_an_old_version_is_announced(tiny: Steps, transport: str) -
     kind = STORED[transport]
     send, places = kind.send, list[tuple[WeightPart, ...]]()
 
-    def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> WeightUpdate:
-        published = send(sender, version, slices)
+    def mutated(sender: Any, version: Version, slices: Iterator[Slice], onto: None) -> WeightUpdate:
+        published = send(sender, version, slices, onto)
         places.append(published.parts)
         return replace(published, parts=places[-2]) if tiny.sick else published
 
@@ -265,8 +265,8 @@ def test_the_place_of_an_old_version_is_announced(tiny: Steps, transport: str) -
 def test_a_transport_that_announces_another_version(tiny: Steps) -> None:
     send = SharedMemorySender.send
 
-    def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> WeightUpdate:
-        published = send(sender, version, slices)
+    def mutated(sender: Any, version: Version, slices: Iterator[Slice], onto: None) -> WeightUpdate:
+        published = send(sender, version, slices, onto)
         return replace(published, version=replace(version, fingerprint="1" * 32)) if tiny.sick else published
 
     tiny.monkeypatch.setattr(SharedMemorySender, "send", mutated)

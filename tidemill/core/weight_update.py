@@ -46,6 +46,14 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True)
+class AddedTo:
+    """The weights that the slices of an update are added to: by a delta to what is served, by an adapter to its base."""
+
+    base: Version  # with its fingerprint
+    kind: Literal["delta", "adapter"]
+
+
+@dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """The weights of one version: those of its parts together, applied to `base` unless the kind is "full"."""
 

@@ -32,8 +32,8 @@ def received_weights(
     if base is not None:
         adapter = received_adapter(receiver.receive(update), update, f"engine {engine}")
         base.expect(update, f"engine {engine}")  # only now: a trainer that sends live must not wait in vain
-        tensors = base.whole(adapter)
-        return ReceivedWeights(tensors, fingerprint(Slice.whole(name, whole) for name, whole in tensors.items()))
+        tensors, total = base.whole(adapter)
+        return ReceivedWeights(tensors, total.hexdigest())
     tensors = whole_tensors(receiver.receive(update))
     found = fingerprint(Slice.whole(name, whole) for name, whole in tensors.items())
     if found != update.version.fingerprint:

@@ -81,12 +81,13 @@ class AdaptedBase:
         return held
 
     @torch.no_grad()
-    def whole(self, adapter: ReceivedAdapter) -> dict[str, Tensor]:
-        """The sum of base and adapter, as new tensors by Hugging Face name. Blocking.
+    def whole(self, adapter: ReceivedAdapter) -> tuple[dict[str, Tensor], Fingerprint]:
+        """The sum of base and adapter, as new tensors by Hugging Face name, and their fingerprint. Blocking.
 
         Raises PolicyMismatch if the adapter is not one of this model, or if the base has changed in memory.
         """
-        return whole_tensors(self._merged(self._placed(factors_of(self._shapes, adapter)), Fingerprint()))
+        total = Fingerprint()
+        return whole_tensors(self._merged(self._placed(factors_of(self._shapes, adapter)), total)), total
 
     def _placed(self, factors: Factors) -> Factors:
         return {name: (a.to(self._device), b.to(self._device), scale) for name, (a, b, scale) in factors.items()}
@@ -125,7 +126,7 @@ def _expect_sum(block: Slice, merged: Tensor, factor: tuple[Tensor, Tensor, floa
     added = b[block.offset[0] : block.offset[0] + len(merged)] @ (a @ signs) * scale
     found = (merged.float() - block.tensor.float()) @ signs
     rounding = torch.finfo(merged.dtype).eps * torch.linalg.vector_norm(merged.float())
-    if (found - added).norm() > rounding + SLACK * added.norm():
+    if not (found - added).norm() <= rounding + SLACK * added.norm():  # not a number is refused, too
         raise PolicyMismatch(f"{block.name}: what was staged is not the base's matrix and its adapter's product together")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
-from tidemill.core.weight_update import UpdateSupport, WeightUpdate
+from tidemill.core.weight_update import AddedTo, UpdateSupport, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,10 @@ class Slice:
 class Sender(Protocol):
     """The trainer's side of a transport."""
 
-    def send(
-        self, version: Version, slices: Iterable[Slice], base: Version | None = None, adapter: bool = False
-    ) -> WeightUpdate:
+    def send(self, version: Version, slices: Iterable[Slice], onto: AddedTo | None = None) -> WeightUpdate:
         """Write the slices where receivers can stage them. Blocking.
 
-        base: the weights that they change, or with `adapter` the weights that they are added to; None: they are all weights.
+        onto: what they are added to; None: they are all weights.
 
         `version` carries the fingerprint that receivers check the weights against; it is not computed from the slices. A
         tensor stays unchanged, and shares no memory with another one, until this returns.
@@ -57,17 +55,10 @@ class Sender(Protocol):
 class LiveSender(Protocol):
     """The trainer's side of a transport that sends while engines receive."""
 
-    def offer(
-        self,
-        version: Version,
-        forms: Iterable[Slice],
-        stream: Stream,
-        base: Version | None = None,
-        adapter: bool = False,
-    ) -> WeightUpdate:
+    def offer(self, version: Version, forms: Iterable[Slice], stream: Stream, onto: AddedTo | None = None) -> WeightUpdate:
         """Announce a version. Raises ValueError when slices do not fill their tensors, or cannot be sent.
 
-        base, adapter: see `Sender.send`.
+        onto: see `Sender.send`.
 
         forms: the slices without data, on the device "meta". stream: makes them with data, in the same order; it is called
         for each `send_offered`. Their tensors stay unchanged until the next offer, except between two sends.

@@ -84,23 +84,10 @@ class NativeTrainer:
         is given all calls, each with its own rows. optimizer: makes the policy's from model, settings and `steps`. lora: of
         the adapter that the decoder has, which alone is trained, saved and exported beside the merged weights.
         adapter_alone: publish it, not the merged weights."""
-        for name, parameter in decoder.named_parameters():
-            if parameter.dtype in (torch.float16, torch.bfloat16):
-                raise ValueError(
-                    f"{name} is {parameter.dtype}: the trainer keeps float32 weights; load the model in float32"
-                )
-        self.settings = settings
-        self.device = resolve_device(settings.device)
-        if self.device.type == "cuda" and self.device.index is not None:
-            torch.cuda.set_device(self.device)  # kernels are launched on the current device
-        self.decoder = decoder.to(self.device)
-        if self.device.type == "cuda" and settings.dtype == "bfloat16" and not MIXES:
-            # The head is computed in float32, which a device multiplies ten times more slowly than TF32. Its inputs have
-            # the eight bits of bfloat16, or are rounded to them when served; TF32 keeps eleven.
-            torch.set_float32_matmul_precision("high")
+        self.settings, self.device, self._ranks = settings, resolve_device(settings.device), ranks or Ranks()
+        self.decoder = _placed(decoder, self.device, settings)
         self._reference = reference and reference.beside(self.decoder)
         self._critic = critic and critic.beside(self.decoder)
-        self._ranks = ranks or Ranks()
         self._ranks.shard(self.decoder, *(each for part in (self._reference, self._critic) if part for each in part.modules))
         self._optimizer = optimizer(self.decoder, settings, steps)
         trained = self._optimizer.named | (self._critic.parameters if self._critic is not None else {})
@@ -108,24 +95,19 @@ class NativeTrainer:
         self._exports = self._critic.model if self._critic is not None and scores else None
         self._kept = [each for each in (self._reference, self._critic) if each is not None]
         self._optimized = [each for each in (self._optimizer, self._critic) if each is not None]
+        lanes = Lanes(threads if self.device.type == "cpu" and self._ranks.size == 1 else 1, cores)
+        narrow = torch.bfloat16 if settings.dtype == "bfloat16" else None
         self._compute = training_pass.Compute(
-            device=self.device,
-            budget=settings.micro_batch_tokens,
-            autocast=torch.bfloat16 if settings.dtype == "bfloat16" else None,
-            checkpointing=settings.checkpointing,
-            lanes=Lanes(threads if self.device.type == "cpu" and self._ranks.size == 1 else 1, cores),
-            ranks=self._ranks,
+            self.device, settings.micro_batch_tokens, narrow, settings.checkpointing, lanes=lanes, ranks=self._ranks
         )
         self._adapter = lora and TrainedAdapter.of(lora, self.decoder, self._ranks, settings.serving_dtype)
         self._source = None if source is None else Path(source)
-        self._publication: Publication | None = None
-        if sender is not None:
-            alone = self._adapter if adapter_alone else None
-            self._publication = Publication(self.decoder, sender, self._ranks, settings.serving_dtype, process, alone)
+        published = self.decoder, self._ranks, settings.serving_dtype, process, self._adapter if adapter_alone else None
+        self._publication = None if sender is None else Publication(sender, *published)
         self._offload, self._recorder = offload, Recorder(process)
+        copied = self.decoder, self._optimizer, self._kept, self._ranks, self._sums
+        self._room = Snapshot.room(*copied) if checkpoints else None  # memory for the next snapshot
         self._snapshot: Snapshot | None = None
-        room = Snapshot.room(self.decoder, self._optimizer, self._kept, self._ranks, self._sums) if checkpoints else None
-        self._room: Snapshot | None = room  # memory for the next snapshot
         self._copying: asyncio.Future[None] | None = None  # copy of the snapshot, beside calls that read the weights
         self._steady = asyncio.Lock()  # bounded: held for an update, or for a transfer with its limit
         self._applied: Metrics = {}  # metrics of the optimizer's latest update
@@ -345,6 +327,20 @@ def _expect_own(*policies: str) -> None:
     """Raise ValueError unless these are the one policy that this trainer holds."""
     if other := next((policy for policy in policies if policy != "policy"), None):
         raise ValueError(f"the policy {other!r}: this trainer trains 'policy' only")
+
+
+def _placed(decoder: Decoder, device: torch.device, settings: AdamWSettings) -> Decoder:
+    """Move float32 weights to the device. Raises ValueError for 16-bit ones."""
+    for name, parameter in decoder.named_parameters():
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(f"{name} is {parameter.dtype}: the trainer keeps float32 weights; load the model in float32")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels are launched on the current device
+    if device.type == "cuda" and settings.dtype == "bfloat16" and not MIXES:
+        # The head is computed in float32, which a device multiplies ten times more slowly than TF32. Its inputs have
+        # the eight bits of bfloat16, or are rounded to them when served; TF32 keeps eleven.
+        torch.set_float32_matmul_precision("high")
+    return decoder.to(device)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -17,7 +17,7 @@ import torch
 from tidemill.core import fault_injection
 from tidemill.core.errors import PolicyMismatch, WeightsMoved
 from tidemill.core.types import Metrics, Version
-from tidemill.core.weight_update import WeightUpdate
+from tidemill.core.weight_update import AddedTo, WeightUpdate
 from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.adapter_update import base_version, config_block
 from tidemill.models.decoder import Decoder
@@ -39,7 +39,7 @@ class _Payload:
     masters: dict[str, int]  # sums of the float32 weights that they were made from
     blocks: list[Slice]  # this rank's, not cast, without empty ones; their forms are read
     stream: Callable[[], Iterator[Slice]]  # the same as they travel
-    base: Version | None = None  # of an adapter
+    onto: AddedTo | None = None  # of an adapter
     beside: int = 0  # bytes of this rank's blocks of that base
 
 
@@ -74,8 +74,8 @@ class Publication:
 
     def __init__(
         self,
-        decoder: Decoder,
         sender: Sender | LiveSender,
+        decoder: Decoder,
         ranks: Ranks,
         dtype: str,
         process: str,
@@ -152,19 +152,17 @@ class Publication:
         blocks = [*self._ranks.own(adapter_blocks(decoder)), config_block(adapter.config, whole=self._ranks.rank == 0)]
         own = Contents.of_adapter(decoder, blocks, self._ranks.sums)
         sent = [block for block in blocks if block.tensor.numel()]
-        return _Payload(own, own.words, sent, lambda: iter(sent), adapter.served, adapter.bytes)
+        return _Payload(own, own.words, sent, lambda: iter(sent), AddedTo(adapter.served, "adapter"), adapter.bytes)
 
     def _sent(self, version: Version, payload: _Payload) -> WeightUpdate:
-        onto = {} if payload.base is None else {"base": payload.base, "adapter": True}
-
         def stream() -> Iterator[Slice]:
             return checked(self._reaching(version, payload.stream()), payload.own, payload.blocks)
 
         if not isinstance(self._sender, LiveSender):
-            return self._sender.send(version, stream(), **onto)
+            return self._sender.send(version, stream(), payload.onto)
         outlines, totals = payload.own.outlines, payload.own.totals
         forms = (replace(b, tensor=b.tensor.to("meta", outlines[b.name][1]), total=totals[b.name]) for b in payload.blocks)
-        return self._sender.offer(version, forms, stream, **onto)
+        return self._sender.offer(version, forms, stream, payload.onto)
 
     def _reaching(self, version: Version, slices: Iterator[Slice]) -> Iterator[Slice]:
         """The slices, with a place for an injected fault after the first one."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from tidemill.core.atomic_files import flush, remove_left
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
-from tidemill.core.weight_update import WeightPart, WeightUpdate
+from tidemill.core.weight_update import AddedTo, WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Coverage, Slice
 from tidemill.weight_sync.manifest import CARRIES, MAX_BYTES, Block, WeightManifest, expect_parts, expect_whole
 
@@ -44,9 +44,7 @@ class CheckpointSender:
         for left in folder.glob(f"{_UNFINISHED}*"):  # left by a sender that was killed
             remove_left(left, _MARKER)
 
-    def send(
-        self, version: Version, slices: Iterable[Slice], base: Version | None = None, adapter: bool = False
-    ) -> WeightUpdate:
+    def send(self, version: Version, slices: Iterable[Slice], onto: AddedTo | None = None) -> WeightUpdate:
         """Write a version and make it visible, or raise ValueError when slices do not fill their tensors."""
         if version.policy != (self._policy or version.policy):
             raise ValueError(f"{self._folder} holds {self._policy!r}: send {version.policy!r} to a folder of its own")
@@ -56,7 +54,7 @@ class CheckpointSender:
         unfinished.mkdir()
         (unfinished / _MARKER).touch()
         try:
-            manifest = WeightManifest(version, _write_parts(unfinished, slices, self._part_bytes), base, adapter)
+            manifest = WeightManifest(version, _write_parts(unfinished, slices, self._part_bytes), onto)
             manifest.check(self._partial)
             (unfinished / "manifest.json").write_bytes(manifest.encode())
             for path in (*unfinished.iterdir(), unfinished):

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from tidemill.core.errors import WeightsMoved
 from tidemill.core.types import Version
-from tidemill.core.weight_update import WeightUpdate
+from tidemill.core.weight_update import AddedTo, WeightUpdate
 from tidemill.models.weight_slices import LiveSender, Sender, Slice, Stream
 from tidemill.weight_sync.delta_coding import pack
 from tidemill.weight_sync.manifest import PackedSlice
 
-Put = Callable[[Iterable[Slice], Version | None], WeightUpdate]  # slices, and the base that their changes apply to
+Put = Callable[[Iterable[Slice], AddedTo | None], WeightUpdate]  # slices, and what their changes apply to
 
 
 class _Kept:
@@ -39,7 +39,7 @@ class _Kept:
         base, self._version = self._version, None
         full = base is None or base.policy != version.policy or self._since + 1 >= self._full_every
         taken = self._taken(slices) if full else self._changes(slices)
-        update = put(taken, None if full else base)
+        update = put(taken, AddedTo(base, "delta") if base is not None and not full else None)
         self._version, self._since = update.version, 0 if full else self._since + 1
         return replace(update, followed=True)
 
@@ -88,12 +88,10 @@ class DeltaSender:
         """full_every: versions from one full version to the next."""
         self._sender, self._kept = sender, _Kept(full_every)
 
-    def send(
-        self, version: Version, slices: Iterable[Slice], base: Version | None = None, adapter: bool = False
-    ) -> WeightUpdate:
+    def send(self, version: Version, slices: Iterable[Slice], onto: AddedTo | None = None) -> WeightUpdate:
         """See `Sender`. Raises ValueError for what is a change already, or an adapter."""
-        _expect_whole(version, base)
-        return self._kept.send(version, slices, lambda taken, base: self._sender.send(version, taken, base))
+        _expect_whole(version, onto)
+        return self._kept.send(version, slices, lambda taken, onto: self._sender.send(version, taken, onto))
 
     def send_whole(self, version: Version) -> WeightUpdate:
         """See `weight_slices.KeepsSent`."""
@@ -110,25 +108,18 @@ class LiveDeltaSender:
         """full_every: versions from one full version to the next."""
         self._sender, self._kept = sender, _Kept(full_every)
 
-    def offer(
-        self,
-        version: Version,
-        forms: Iterable[Slice],
-        stream: Stream,
-        base: Version | None = None,
-        adapter: bool = False,
-    ) -> WeightUpdate:
+    def offer(self, version: Version, forms: Iterable[Slice], stream: Stream, onto: AddedTo | None = None) -> WeightUpdate:
         """See `LiveSender`. Raises ValueError as `DeltaSender.send` does."""
-        _expect_whole(version, base)
-        return self._kept.send(version, stream(), lambda taken, base: self._offer(version, taken, base))
+        _expect_whole(version, onto)
+        return self._kept.send(version, stream(), lambda taken, onto: self._offer(version, taken, onto))
 
     def send_whole(self, version: Version) -> WeightUpdate:
         """See `weight_slices.KeepsSent`. It is offered, for `send_offered` to send."""
         return replace(self._offer(*self._kept.latest(version), None), followed=True)
 
-    def _offer(self, version: Version, slices: Iterable[Slice], base: Version | None) -> WeightUpdate:
+    def _offer(self, version: Version, slices: Iterable[Slice], onto: AddedTo | None) -> WeightUpdate:
         held = list(slices)
-        return self._sender.offer(version, (replace(s, tensor=s.tensor.to("meta")) for s in held), lambda: held, base)
+        return self._sender.offer(version, (replace(s, tensor=s.tensor.to("meta")) for s in held), lambda: held, onto)
 
     def send_offered(self, update: WeightUpdate, stop: Event) -> None:
         """See `LiveSender`."""
@@ -138,9 +129,9 @@ class LiveDeltaSender:
         self._sender.close()
 
 
-def _expect_whole(version: Version, base: Version | None) -> None:
-    if base is not None:
-        raise ValueError(f"{version} is added to {base}: only changes of whole weights are coded; send it as it is")
+def _expect_whole(version: Version, onto: AddedTo | None) -> None:
+    if onto is not None:
+        raise ValueError(f"{version} is added to {onto.base}: only changes of whole weights are coded; send it as it is")
 
 
 def _alike(old: Slice, new: Slice) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
-from tidemill.core.weight_update import Rendezvous, WeightPart, WeightUpdate
+from tidemill.core.weight_update import AddedTo, Rendezvous, WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Slice, Stream
 from tidemill.weight_sync.manifest import CARRIES, MAX_BYTES, Block, WeightManifest, expect_parts, expect_whole
 from tidemill.weight_sync.process_groups import Link, Lobby, Watch, connected, store_at
@@ -38,20 +38,13 @@ class LiveEnd(ABC):
         self._offered: tuple[WeightManifest, Stream] | None = None
         self._link: tuple[str, Link] | None = None  # of the latest group, by its name
 
-    def offer(
-        self,
-        version: Version,
-        forms: Iterable[Slice],
-        stream: Stream,
-        base: Version | None = None,
-        adapter: bool = False,
-    ) -> WeightUpdate:
+    def offer(self, version: Version, forms: Iterable[Slice], stream: Stream, onto: AddedTo | None = None) -> WeightUpdate:
         """See `LiveSender`."""
         blocks, end = list[Block](), 0
         for form in forms:
             blocks.append(Block.of(form, start=end))
             end += blocks[-1].length
-        manifest = WeightManifest(version, blocks, base, adapter)
+        manifest = WeightManifest(version, blocks, onto)
         manifest.check(self._partial)
         self._lobby = self._lobby or Lobby()
         self._offered = manifest, stream

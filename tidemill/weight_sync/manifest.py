@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
-from tidemill.core.weight_update import UpdateKind, UpdateSupport, WeightPart, WeightUpdate
+from tidemill.core.weight_update import AddedTo, UpdateKind, UpdateSupport, WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Coverage, Slice
 
 FORMAT = "tidemill-weights-1"
@@ -130,14 +130,18 @@ class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: Version  # with the fingerprint that the blocks together must have
     blocks: list[Block]
-    base: Version | None = None  # to which packed blocks apply, or the adapter, with its fingerprint
-    adapter: bool = False  # the blocks are an adapter's
+    onto: AddedTo | None = None  # what the blocks are added to, unless they are all weights
     format: str = FORMAT
 
     @property
     def kind(self) -> UpdateKind:
         """The kind of update that it is of."""
-        return "full" if self.base is None else "adapter" if self.adapter else "delta"
+        return "full" if self.onto is None else self.onto.kind
+
+    @property
+    def base(self) -> Version | None:
+        """The version that the blocks are added to."""
+        return self.onto and self.onto.base
 
     def encode(self) -> bytes:
         """The manifest as JSON. Raises ValueError when it is longer than MAX_BYTES."""
@@ -163,8 +167,6 @@ class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.format != FORMAT:
             raise ValueError(f"format {self.format[:40]!r}: expected {FORMAT!r}")
         _check_layout(self.outlines(), partial)
-        if self.adapter and self.base is None:
-            raise ValueError("an adapter, and no base that it is added to")
         for block in self.blocks:
             if block.packed is not None and (self.kind != "delta" or block.packed >= max(1, block.unpacked)):
                 raise ValueError(f"{block.key}: a change of {block.packed} bytes, for a block of {block.unpacked}")

@@ -30,7 +30,7 @@ from torch import Tensor
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.memory import anonymous_memory
 from tidemill.core.types import Version
-from tidemill.core.weight_update import WeightPart, WeightUpdate
+from tidemill.core.weight_update import AddedTo, WeightPart, WeightUpdate
 from tidemill.models.host_memory import Pinned
 from tidemill.models.weight_slices import Slice
 from tidemill.weight_sync.manifest import CARRIES, MAX_BYTES, Block, WeightManifest, expect_parts, expect_whole
@@ -55,9 +55,7 @@ class SharedMemorySender:
         self._slots = [_Slot(folder, anonymous), _Slot(folder, anonymous)]
         self._next, self._partial = 0, partial
 
-    def send(
-        self, version: Version, slices: Iterable[Slice], base: Version | None = None, adapter: bool = False
-    ) -> WeightUpdate:
+    def send(self, version: Version, slices: Iterable[Slice], onto: AddedTo | None = None) -> WeightUpdate:
         """Write a version and make it visible, or raise ValueError when slices do not fill their tensors."""
         assert self._slots, "send() after close()"
         slot = self._slots[self._next]
@@ -68,7 +66,7 @@ class SharedMemorySender:
             slot.put(end, item.tensor.detach().contiguous())
             blocks.append(block)
             end = -(-(end + item.tensor.nbytes) // _ALIGN) * _ALIGN
-        manifest = WeightManifest(version, blocks, base, adapter)
+        manifest = WeightManifest(version, blocks, onto)
         manifest.check(self._partial)
         slot.commit(manifest.encode(), end)
         self._next = 1 - self._next  # only now: after a failure the other slot still holds the last good version

@@ -44,10 +44,8 @@ class ReceivedUpdate:
 
     def _receive(self) -> None:
         try:
-            tensors, adapted = self._received(), self._base is not None
-            total = Fingerprint()
-            for name, tensor in tensors.items():
-                total.add(Slice.whole(name, tensor))
+            tensors, total = self._received()
+            adapted = self._base is not None
             found, expected = total.hexdigest(), self.update.version.fingerprint
             if found != expected and not adapted:  # an adapter's own fingerprint was compared before it was added
                 self.error = f"{self.update.version}: received were weights of the fingerprint {found}, published {expected}"
@@ -57,15 +55,21 @@ class ReceivedUpdate:
             self.error = f"{self.update.version}: {type(error).__name__}: {error}"
             self.lost, self.no_base = isinstance(error, TransferFailed), isinstance(error, BaseMissing)
 
-    def _received(self) -> dict[str, Tensor]:
-        """All weights of the update, as new tensors. Of an adapter, it raises PolicyMismatch for another one."""
+    def _received(self) -> tuple[dict[str, Tensor], Fingerprint]:
+        """All weights of the update, as new tensors, and their fingerprint.
+
+        Raises PolicyMismatch for another adapter than was published.
+        """
         pieces = self._receiver.receive(self.update)
         if (self.update.kind == "adapter") != (self._base is not None):
             raise PolicyMismatch(
                 f"this server takes {'adapters' if self._base else 'whole weights'}, not a {self.update.kind!r} update"
             )
         if self._base is None:
-            return whole_tensors(pieces)
+            tensors, total = whole_tensors(pieces), Fingerprint()
+            for name, tensor in tensors.items():
+                total.add(Slice.whole(name, tensor))
+            return tensors, total
         adapter, base = received_adapter(pieces, self.update, "this rank"), self._base()
         base.expect(self.update, "this rank")
         return base.whole(adapter)
