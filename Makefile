@@ -24,7 +24,7 @@ PEER_vllm := vllm$(if $(shell command -v nvidia-smi),,-cpu)==0.32.* --editable .
 PEER_trl := trl==1.16.*
 PEER_deepspeed := --constraint constraints.txt --editable '.[gym,deepspeed]'
 
-.PHONY: demo test test-backends test-deepspeed lint types unit format clean peers vllm
+.PHONY: demo test test-runs test-backends test-deepspeed lint types unit format clean peers vllm
 
 demo: $(VENV)/.installed
 	$(BIN)/tidemill demo $(ARGS)
@@ -40,9 +40,15 @@ types: $(VENV)/.installed-dev
 
 # One process more than there are cores, because tests wait for processes of their own. In the order of their names: xdist
 # would leave long files of few tests to the end.
-unit: PROCESSES = $(shell $(BIN)/python -c "import os; print(min((os.cpu_count() or 1) + 1, 4))")
+unit test-runs: PROCESSES = $(shell $(BIN)/python -c "import os; print(min((os.cpu_count() or 1) + 1, 4))")
+unit test-runs: BESIDE = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+unit test-runs: FAST = $(shell sed -n "s/^addopts.*-m '\(.*\)'.*/\1/p" pyproject.toml)
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(BESIDE) -m "$(FAST) and not runs"
+
+# Whole runs and commands in processes of their own, and what else takes many seconds.
+test-runs: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(BESIDE) -m "$(FAST) and runs"
 
 # Tests that need several trainer processes, the contract of each kind of engine, and tests of a vLLM server where `make vllm` has built its environment; an hour at most.
 test-backends: $(VENV)/.installed-dev

@@ -32,6 +32,8 @@ from tidemill.envs.episode_workers import WorkerEnvironment, in_workers
 from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.runtime.workers import stopped
 
+pytestmark = pytest.mark.runs
+
 FILE = str(Path(__file__).with_name("faulty_environments.py"))
 LIMIT_S = 1.0
 TOKENIZER = chat_tokenizer()

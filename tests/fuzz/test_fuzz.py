@@ -17,6 +17,8 @@ from tidemill.core.errors import CodecError
 from tidemill.runtime import local
 from tidemill.runtime.wire_format import Failed
 
+pytestmark = pytest.mark.runs
+
 TARGETS = [*targets_files.TARGETS, *targets_wire.TARGETS]
 FEW = 60  # inputs a target, the same each time
 MANY = 3_000  # inputs a target, new ones each time

@@ -51,6 +51,7 @@ def risen(steps: list[dict[str, Any]], window: int = 8) -> float:
     return float((last.mean() - first.mean()) / np.sqrt(first.var(ddof=1) / window + last.var(ddof=1) / window))
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("max_lag", [*(pytest.param(lag, marks=pytest.mark.slow) for lag in (0, 1)), 4])
 def test_reward_rises_for_every_lag(max_lag, tmp_path):
     """With a lag from one of two seeds: time says which version samples a group, and one of 64 runs of lag 1 rose too

@@ -22,6 +22,8 @@ from runs import Run
 
 from tidemill.ledger.database import has_ledger
 
+pytestmark = pytest.mark.runs
+
 STEPS, EVERY = 24, 3  # EVERY: steps between checkpoints, as in the recipe
 LONG, LEARNT = 140, 0.5  # steps, and an accuracy: 0 at first, and 0.8 to 1 after so many steps that nothing disturbs
 KILLS = int(os.environ.get("TIDEMILL_TEST_KILLS", "10"))  # of each run

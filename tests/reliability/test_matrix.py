@@ -19,6 +19,8 @@ from tidemill.cli.commands.why import standing
 from tidemill.ledger.database import has_ledger
 from tidemill.run.storage.run_folder import RunFolder
 
+pytestmark = pytest.mark.runs
+
 GOES_ON = "goes on"  # status 0
 DIES = "dies"  # with the controller; else a pattern of the last line
 KILLED = r"error: trainer died: killed by SIGKILL"

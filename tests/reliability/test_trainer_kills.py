@@ -17,6 +17,8 @@ from test_kills import undisturbed
 
 from tidemill.ledger.ledger import SqliteLedger
 
+pytestmark = pytest.mark.runs
+
 KILLS = int(os.environ.get("TIDEMILL_TEST_TRAINER_KILLS", "6"))  # of each run
 RESUME = ("supervise.resume=true", "supervise.restarts=1000", "supervise.backoff_s=0")
 RANKS = ("trainer.ranks=2", "trainer.shard=zero2")

@@ -18,6 +18,8 @@ import tidemill
 from tidemill.core.errors import ConfigError
 from tidemill.models.new_model import SIZES, fresh_model
 
+pytestmark = pytest.mark.runs
+
 SCRIPT = """
 import json, sys
 import tidemill

@@ -13,6 +13,8 @@ from tidemill.cli import main
 from tidemill.envs.guess import ALPHABET
 from tidemill.models.new_model import SIZES, fresh_model
 
+pytestmark = pytest.mark.runs
+
 REWARDS = """
 import time
 

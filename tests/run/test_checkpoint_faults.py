@@ -15,6 +15,8 @@ from forked_runs import Ended, Runs
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.storage.checkpoint_manifest import verify
 
+pytestmark = pytest.mark.runs
+
 RECIPE = """
 model = "{model}"
 run_dir = "{run}"

@@ -22,6 +22,8 @@ from tidemill.run import build_controller
 from tidemill.run.task_source import remembered
 from tidemill.trainer.native_trainer import NativeTrainer
 
+pytestmark = pytest.mark.runs
+
 ALPHABET = "abcdefgh=:0123456789\n"
 
 

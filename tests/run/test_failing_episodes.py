@@ -15,6 +15,8 @@ from tidemill.core.errors import RunFailed
 from tidemill.envs.environment import environment
 from tidemill.models.new_model import SIZES, fresh_model
 
+pytestmark = pytest.mark.runs
+
 WORDS = [a + b for a in "abcdefgh" for b in "aeiou"]
 EVERY = [8]
 begun = [0]

@@ -19,6 +19,8 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.fault_injection import Fault, FaultError, Faults
 from tidemill.models.new_model import SIZES, fresh_model
 
+pytestmark = pytest.mark.runs
+
 LETTERS = "abcdef"
 PAIRS = [a + b for a, b in itertools.product(LETTERS, repeat=2)]
 HELD_OUT = [pair for pair in PAIRS if (LETTERS.index(pair[0]) + LETTERS.index(pair[1])) % 4 == 0]

@@ -25,6 +25,8 @@ from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.hub_names import fetched
 from tidemill.run.recipe import load_recipe
 
+pytestmark = pytest.mark.runs
+
 ROWS = [{"prompt": f"{c}{sign}", "answer": c} for c in "abcdefghij" for sign in "=:"]
 FEW = {
     "placement": "inline",

@@ -37,6 +37,8 @@ from tidemill.trainer.trainer_kinds import TRAINERS, TrainerSettings, TrainerSpe
 from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings, SyncSettings
 from tidemill.weight_sync.transport import Transport, checkpoint
 
+pytestmark = pytest.mark.runs
+
 HERE = Path(__file__)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.runs
+
 SCRIPT = """
 import json, sys
 from importlib.abc import Loader

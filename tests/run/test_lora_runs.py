@@ -21,6 +21,8 @@ from tidemill.models.hf_weights import hf_views, load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.quantised_base import load_served
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -13,6 +13,8 @@ import tidemill
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.observability import operator_profiler
 
+pytestmark = pytest.mark.runs
+
 
 def score(completion: str, answer: str) -> float:
     return float(completion.startswith(answer))

@@ -19,6 +19,8 @@ from tidemill.run.storage import folder_format
 from tidemill.run.storage.folder_format import FORMAT, check_format
 from tidemill.run.storage.run_folder import RunFolder
 
+pytestmark = pytest.mark.runs
+
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.tar.gz"))
 
 

@@ -16,6 +16,8 @@ from tidemill.core.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.recipe import RunConfig
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:

@@ -121,6 +121,7 @@ def test_a_run_in_processes_leaves_what_it_promises_and_nothing_else(recipe):
     assert other.returncode == 2 and "max_lag was 1 and is 3" in out
 
 
+@pytest.mark.runs
 def test_after_sigkill_the_same_command_goes_on_and_nothing_is_lost(recipe):
     process = start(recipe, "steps=14", "max_lag=3")
     lines_until(process, lambda line: line.get("kind") == "step" and line["step"] >= 6)
@@ -150,6 +151,7 @@ def test_after_sigkill_the_same_command_goes_on_and_nothing_is_lost(recipe):
     assert lines[-1]["max_lag_seen"] <= 3
 
 
+@pytest.mark.runs
 def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_the_run_goes_on(recipe):
     process = start(recipe, "steps=400")
     lines_until(process, lambda line: line.get("kind") == "step" and line["step"] >= 2)
@@ -173,6 +175,7 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_the_run_goes_on(recipe
     assert not any("recorded steps again" in note for note in notes), "a checkpoint was taken when it was stopped"
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("kept", [True, False])
 async def test_a_system_where_programs_can_outlive_the_run_is_told_of(tmp_path: Path, monkeypatch, kept: bool):
     class Begun(Exception): ...

@@ -17,6 +17,8 @@ from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run import roles
 from tidemill.trainer.native_trainer import NativeTrainer
 
+pytestmark = pytest.mark.runs
+
 STEPS, EVERY = 6, 3  # EVERY: steps between checkpoints, and between evaluations
 RECIPE: dict[str, Any] = {
     "rollout": {"groups": 3, "group_size": 4, "max_tokens": 2},

@@ -18,6 +18,8 @@ from tidemill.controller.controller import Controller
 from tidemill.core.errors import LedgerError
 from tidemill.ledger import SqliteLedger
 
+pytestmark = pytest.mark.runs
+
 SAVED, CUT, LAST = 4, 7, 9  # steps: of the checkpoint, of the end by force, and of the end
 
 

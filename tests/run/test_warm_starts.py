@@ -22,6 +22,8 @@ from tidemill.run.storage.checkpoint_manifest import MANIFEST
 from tidemill.run.storage.run_folder import RunFolder, read_json
 from tidemill.run.warm_start import RECORD, WarmStartCache, read_kept, record
 
+pytestmark = pytest.mark.runs
+
 TASK = """
 def score(completion, answer):
     return float(completion.strip() == answer)

@@ -73,6 +73,7 @@ def test_every_function_has_one_gradient(name):
     check(functions()[name], torch.float64, HARDEST[1:], num_hidden_layers=1)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("name", EVERY)
 def test_rows_of_an_attempt_split_at_its_turns_have_the_gradient_of_the_whole(name):
     """Advantages, sums over a sequence, reductions and denominators are those of the attempt, and no token counts twice."""

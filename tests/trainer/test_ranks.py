@@ -66,6 +66,7 @@ def name(value):
     return name_of(value) if isinstance(value, dict) else str(value)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("size, case", FEW, ids=name)
 def test_some_gradients_are_those_of_one_rank(answers, size, case):
     check(answers, size, case)

@@ -19,7 +19,7 @@ from mutation_cases import SICK, STEPS, TRANSPORTS, Run, assert_nothing_after
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import GenerateRequest, Version
-from tidemill.core.weight_update import WeightUpdate
+from tidemill.core.weight_update import AddedTo, WeightUpdate
 from tidemill.engine.native import native_engine
 from tidemill.engine.native import staged_weights as staging
 from tidemill.engine.native.native_engine import NativeEngine
@@ -30,6 +30,8 @@ from tidemill.models.weight_slices import Slice, Stream
 from tidemill.weight_sync.checkpoint_transport import CheckpointSender
 from tidemill.weight_sync.live_ends import LiveEnd
 from tidemill.weight_sync.shared_memory_transport import SharedMemorySender
+
+pytestmark = pytest.mark.runs
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +66,15 @@ def test_a_transport_that_changes_one_bit(tiny: Run, transport: str, full_every:
     for kind in (SharedMemorySender, CheckpointSender):
         send = kind.send
 
-        def sent(end: Any, version: Version, slices: Any, base: Version | None = None, send: Any = send) -> WeightUpdate:
-            return send(end, version, iter(altered(slices)), base)
+        def sent(end: Any, version: Version, slices: Any, onto: AddedTo | None = None, send: Any = send) -> WeightUpdate:
+            return send(end, version, iter(altered(slices)), onto)
 
         tiny.monkeypatch.setattr(kind, "send", sent)
     offer = LiveEnd.offer
 
-    def offered(end: LiveEnd, version: Version, forms: Any, stream: Stream, base: Version | None = None) -> WeightUpdate:
+    def offered(end: LiveEnd, version: Version, forms: Any, stream: Stream, onto: AddedTo | None = None) -> WeightUpdate:
         pieces = altered(stream())
-        return offer(end, version, map(form, pieces), lambda: pieces, base)
+        return offer(end, version, map(form, pieces), lambda: pieces, onto)
 
     tiny.monkeypatch.setattr(LiveEnd, "offer", offered)
     with pytest.raises(PolicyMismatch, match=r"fingerprint|is not its change"):

@@ -14,6 +14,8 @@ from tidemill.engine.native import cache_size
 from tidemill.run.planner import memory_model
 from tidemill.run.recipe import load_recipe
 
+pytestmark = pytest.mark.runs
+
 TOO_LARGE = ("trainer.micro_batch_tokens=1000000000", "rollout.groups=100000")
 
 

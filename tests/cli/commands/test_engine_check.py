@@ -22,6 +22,8 @@ from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.roles import build_engine
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.fixture(autouse=True)
 def nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from tidemill.cli.main import app
 from tidemill.ledger import SqliteLedger
 from tidemill.run.storage.run_folder import read_json
 
+pytestmark = pytest.mark.runs
+
 
 def test_a_run_gives_the_figures_of_its_report(tidemill, trained: Path):
     """And all the others of the run's own evaluations: the mean reward here changes with any token of any reply."""

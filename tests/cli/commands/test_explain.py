@@ -26,6 +26,8 @@ from tidemill.trainer.micro_batches import BatchRow, rows_of, split
 from tidemill.trainer.parallel_micro_batches import Lanes
 from tidemill.trainer.training_pass import Compute
 
+pytestmark = pytest.mark.runs
+
 
 def recipe(*overrides: str, model: str = "new:0.1m", env: str = "guess") -> RunConfig:
     return load(RunConfig, [], overrides, {"run_dir": "runs/x", "model": model, "env": env, "algorithm": "grpo"})

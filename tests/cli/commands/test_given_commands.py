@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from tidemill.cli.main import app
 from tidemill.run.storage.run_folder import read_json
 
+pytestmark = pytest.mark.runs
+
 ROWS = [{"prompt": f"{a}{b}", "chosen": a, "rejected": b} for a in "abcd" for b in "efgh"]
 RECIPE = """
 model = "new:0.1m"

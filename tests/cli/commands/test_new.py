@@ -14,6 +14,8 @@ from tidemill.cli.commands.new import check_name
 from tidemill.core.errors import ConfigError
 from tidemill.run.recipe import load_recipe
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.fixture
 def task(tidemill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

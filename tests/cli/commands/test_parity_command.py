@@ -22,6 +22,8 @@ from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.native.paged_attention import PagedCache
 from tidemill.models import decoder as decoders
 
+pytestmark = pytest.mark.runs
+
 FAMILIES = ["llama3-biases", "mistral-window", "qwen2-upper-window", "qwen3"]
 
 

@@ -18,6 +18,8 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.preflight.reward_audit import HOPELESS, Own, check
 from tidemill.run.recipe import RunConfig
 
+pytestmark = pytest.mark.runs
+
 REWARDS = """
 tasks = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "tens": str((i + 1) // 10)} for i in range(60)]
 

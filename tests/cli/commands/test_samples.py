@@ -20,6 +20,8 @@ from tidemill.core.types import Finish, Group, InfraError, Said, Task, Trajector
 from tidemill.ledger import SqliteLedger
 from tidemill.observability.safe_text import visible
 
+pytestmark = pytest.mark.runs
+
 
 def trajectory(mask: list[int], **changes) -> Trajectory:
     flags = np.array(mask, bool)

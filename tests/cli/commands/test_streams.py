@@ -16,6 +16,8 @@ from tidemill.cli.commands import safe_output, screen
 from tidemill.cli.commands.safe_output import Lenient
 from tidemill.observability.safe_text import DEGRADE, paragraphs, visible
 
+pytestmark = pytest.mark.runs
+
 
 def stream(descriptor: int, encoding: str = "utf-8") -> tuple[io.TextIOWrapper, list[OSError]]:
     lost: list[OSError] = []

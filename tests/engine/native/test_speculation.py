@@ -141,7 +141,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way == "chunked" else pytest.param(way, marks=pytest.mark.runs) for way in WAYS])
 async def test_tokens_are_those_without(way: str) -> None:
     await compare(requests(60 if way == "one by one" else 24), 1e-4, 0.15, ("ngram", "rollouts"), **WAYS[way])
 

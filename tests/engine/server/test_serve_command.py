@@ -26,6 +26,8 @@ from tidemill.cli.main import app
 from tidemill.core.errors import ConfigError
 from tidemill.engine.server import server
 
+pytestmark = pytest.mark.runs
+
 ASKED: dict[str, Any] = {
     "host": "127.0.0.1",
     "port": 0,

@@ -17,6 +17,8 @@ from tidemill.core.errors import ConfigError
 from tidemill.engine.server import app
 from tidemill.engine.server.server import address_of, bind
 
+pytestmark = pytest.mark.runs
+
 HELLO = [{"role": "user", "content": "hello"}]
 
 

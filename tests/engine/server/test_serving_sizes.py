@@ -27,6 +27,8 @@ from tidemill.openai_api.body_decoding import HERE, LARGE, MOST_PARTS, MOST_VALU
 from tidemill.openai_api.requests import MAX_BODY
 from tidemill.run.storage.model_folder import ModelFolder
 
+pytestmark = pytest.mark.runs
+
 CONTEXT = 256
 
 

@@ -21,6 +21,8 @@ from tidemill.run import session
 from tidemill.runtime.workers.child import MARK
 from tidemill.trainer.native_trainer import NativeTrainer
 
+pytestmark = pytest.mark.runs
+
 LIMIT_S = 1.0
 SLACK_S = 20.0  # of a busy machine, for what has no limit of its own: the start and the end of a process
 

@@ -127,6 +127,7 @@ def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch: pytest.Monkey
 
 
 @needs_compiler
+@pytest.mark.runs
 def test_it_is_compiled_once_and_privately(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native() is not None, why_not()
     (made,) = cache.iterdir()
