@@ -114,6 +114,19 @@ def test_every_wrong_adapter_is_refused(receive: Receive, folder: Path, tmp_path
         assert receive(transport, held, update)
 
 
+def test_an_adapter_with_nan_is_refused(receive: Receive, folder: Path, tmp_path: Path) -> None:
+    """Its fingerprint is right, as the trainer published it; comparisons with NaN are all false."""
+    decoder = decoder_with(folder, PLAIN, 2)
+    held, pieces = AdaptedBase.of_folder(folder, "float32", torch.float32), pieces_of(decoder, PLAIN)
+    next(piece for piece in pieces if piece.tensor.dtype == torch.float32).tensor.data.view(-1)[0] = float("nan")
+    sent, version = Sent(pieces, [], [], tmp_path), Version(2, fingerprint=fingerprint(pieces))
+    with (
+        published(sent, version, pieces, base_of(folder), "shared_memory") as update,
+        pytest.raises(PolicyMismatch, match="not the base's matrix and its adapter's product"),
+    ):
+        receive("shared_memory", held, update)
+
+
 def test_a_rank_of_whole_weights_takes_no_adapter(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PLUGIN))
     now = pieces_of(decoder_with(folder, PLAIN, 2), PLAIN)

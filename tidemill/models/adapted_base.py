@@ -126,7 +126,7 @@ def _expect_sum(block: Slice, merged: Tensor, factor: tuple[Tensor, Tensor, floa
     added = b[block.offset[0] : block.offset[0] + len(merged)] @ (a @ signs) * scale
     found = (merged.float() - block.tensor.float()) @ signs
     rounding = torch.finfo(merged.dtype).eps * torch.linalg.vector_norm(merged.float())
-    if not (found - added).norm() <= rounding + SLACK * added.norm():  # not a number is refused, too
+    if not (found - added).norm() <= rounding + SLACK * added.norm():  # NaN is refused, too
         raise PolicyMismatch(f"{block.name}: what was staged is not the base's matrix and its adapter's product together")
 
 
