@@ -54,10 +54,13 @@ def test_from_start_to_interrupt(characters: Running) -> None:
                 )
                 assert reply.usage.total_tokens == 64 and reply.choices[0].finish_reason == "length"
                 returns_memory(process.pid, client)
-                stream = client.completions.create(model="letters", prompt="tide", stream=True)
-                next(iter(stream))
+                long: dict[str, Any] = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
+                stream = client.completions.create(model="letters", prompt="tide", stream=True, **long)
+                chunks = [next(stream)]
                 process.send_signal(signal.SIGINT)
-                assert sum(len(chunk.choices) for chunk in stream), "what is being answered is answered to its end"
+                chunks += stream
+                ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+                assert ends[-1] == "length", "what is being answered is answered to its end"
             assert process.wait(20) == 0
             assert "Traceback" not in process.stderr.read()
         finally:
