@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,33 +40,39 @@ ASKED: dict[str, Any] = {
 }
 
 
-def test_from_start_to_interrupt(characters: Running) -> None:
-    command = [sys.executable, "-m", "tidemill", "serve", str(characters.folder), "--port", "0", "--context", "64"]
+def test_from_start_to_interrupt(characters: Running, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tidemill", "serve", str(characters.folder), "--port", "0", "--context", "256"]
     command += ["--dtype", "bfloat16", "--threads", "1"]
+    held, log = "engine:generate:*:slow:2", tmp_path / "faults"  # at the first step of the only reply
+    more = {"TIDEMILL_API_KEY": "sesame", "TIDEMILL_FAULTS": held, "TIDEMILL_FAULT_LOG": str(log)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes, env=os.environ | {"TIDEMILL_API_KEY": "sesame"}) as process:
+    with subprocess.Popen(command, **pipes, env=os.environ | more) as process, ThreadPoolExecutor(1) as beside:
         try:
             assert process.stdout is not None and process.stderr is not None
             said = process.stdout.readline()
-            assert "letters" in said and "context 64" in said and "bfloat16" in said
+            assert "letters" in said and "context 256" in said and "bfloat16" in said
             url = re.findall(r"http://127\.0\.0\.1:\d+/v1", said)[0]
             with OpenAI(base_url=url, api_key="sesame", max_retries=0, timeout=30) as client:
-                reply = client.completions.create(
-                    model="letters", prompt="tide", max_tokens=99, extra_body={"ignore_eos": True}
-                )
-                assert reply.usage.total_tokens == 64 and reply.choices[0].finish_reason == "length"
                 returns_memory(process.pid, client)
-                long: dict[str, Any] = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
-                stream = client.completions.create(model="letters", prompt="tide", stream=True, **long)
-                chunks = [next(stream)]
-                process.send_signal(signal.SIGINT)
-                chunks += stream
-                ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
-                assert ends[-1] == "length", "what is being answered is answered to its end"
+                asked: dict[str, Any] = {"max_tokens": 1999, "extra_body": {"ignore_eos": True}}
+                asking = beside.submit(client.completions.create, model="letters", prompt="tide", **asked)
+                until(lambda: log.exists() and held in log.read_text())
+                process.send_signal(signal.SIGINT)  # while the engine is held back, before 250 steps
+                reply = asking.result(30)
+                assert reply.usage is not None and reply.usage.total_tokens == 256
+                assert reply.choices[0].finish_reason == "length", "what is being answered is answered to its end"
             assert process.wait(20) == 0
             assert "Traceback" not in process.stderr.read()
         finally:
             process.kill()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, 60 seconds at most."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def returns_memory(pid: int, client: OpenAI) -> None:
