@@ -21,7 +21,7 @@ PEERS := .peers
 PEER_PIP = $(PEERS)/$*/bin/python -m pip install --quiet --disable-pip-version-check
 PEER_TORCH := torch==2.13.0
 PEER_vllm := vllm$(if $(shell command -v nvidia-smi),,-cpu)==0.32.* --editable . --editable ./vllm_plugin
-PEER_trl := trl==1.16.*
+PEER_trl := trl==1.16.* peft==0.21.*
 PEER_deepspeed := --constraint constraints.txt --editable '.[gym,deepspeed]'
 
 .PHONY: demo test test-runs test-backends test-deepspeed lint types unit format clean peers vllm

@@ -1,14 +1,15 @@
 """A full GRPO step: Tidemill beside TRL's `GRPOTrainer`, on the same weights, prompts and reward, in turns.
 
     python benchmarks/step.py [--sizes S M] [--dtypes float32 bfloat16] [--repeats 3] [--steps 3] [--device cpu]
-                              [--engines native vllm]
+                              [--engines native vllm] [--lora RANK]
 
 16 prompts x 8 samples a step, 64 + 128 tokens, no reply ends early. Tokens are sampled ones, per second of a whole step;
 memory is the peak over all processes of what is theirs (PSS). TRL takes a step in micro-batches of 32 rows and in one of all
 128, each a row of its own: which is quicker differs from run to run; all 128 take more than twice the memory. In bfloat16
 with weights of float32, as ours are, and with weights of bfloat16, whose small updates are lost, but for which alone its
-generation may use a static cache there. TRL needs `make peers`. Prints tables of rates and of the seconds of each phase, and
-writes `results/step.json`. Phases of ours overlap: engines sample while the trainer works.
+generation may use a static cache there. With `--lora`, both train an adapter of that rank on every matrix of the layers, TRL
+through PEFT. TRL needs `make peers`. Prints tables of rates and of the seconds of each phase, and writes
+`results/step.json`, or `results/step_lora.json`. Phases of ours overlap: engines sample while the trainer works.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ GROUPS, SAMPLES, PROMPT, TOKENS = 16, 8, 64, 128
 SPECIAL = 3  # tokens of a vocabulary that are no characters
 MICRO_BATCH = {"S": 1152}  # tokens: two of half a group; else two of a group
 TARGET, TARGET_MEMORY = 3.5, 0.6
+TARGET_LORA, TARGET_MEMORY_LORA = 2.5, 0.7
 KV_MB = 512  # of vLLM's cache: room for all sequences of a step
 SAMPLED_S = 0.25  # between two questions for what is resident
 MORE, LOOK_S = 1.002, 3.0  # so much more than before is worth a look, or so much time
@@ -102,7 +104,7 @@ def make_model(folder: Path, size: str) -> None:
 
 def systems_for(model: Path, size: str, dtype: str, args: argparse.Namespace) -> list[System]:
     work = {"model": str(model), "dtype": dtype, "groups": GROUPS, "samples": SAMPLES, "tokens": TOKENS}
-    work |= {"prompt": PROMPT, "characters": VOCAB[size] - SPECIAL, "device": args.device}
+    work |= {"prompt": PROMPT, "characters": VOCAB[size] - SPECIAL, "device": args.device, "lora": args.lora}
     shared = {"HF_HUB_OFFLINE": "1"}
     theirs = shared | {"OMP_NUM_THREADS": str(args.threads)}
     of_trl: dict[str, dict[str, Any]] = {}
@@ -148,13 +150,14 @@ def measure(size: str, dtype: str, args: argparse.Namespace, about: dict[str, An
                 if number:
                     answers.setdefault(system.name, []).append(answer)
     speeds = {name: [each["tokens"] / each["seconds"] for each in found] for name, found in answers.items()}
+    target, at_most = (TARGET_LORA, TARGET_MEMORY_LORA) if args.lora else (TARGET, TARGET_MEMORY)
     rows = []
     for name, values in speeds.items():
         row: dict[str, Any] = {"model": size, "dtype": dtype, "system": name}
         row |= {f"tok/s {key}": value for key, value in spread(values).items()}
-        row |= {"we are x": ratio(speeds["tidemill"], values), "target": TARGET if name.startswith("trl") else ""}
+        row |= {"we are x": ratio(speeds["tidemill"], values), "target": target if name.startswith("trl") else ""}
         row |= {"peak MB": peaks[name] / 1e6, "we take x": peaks["tidemill"] / peaks[name]}
-        rows.append(row | {"at most": TARGET_MEMORY if name.startswith("trl") else ""})
+        rows.append(row | {"at most": at_most if name.startswith("trl") else ""})
     print(table(rows), flush=True)
     print(table([{"model": size, "dtype": dtype} | each for each in _phases(answers)]), flush=True)
     return rows
@@ -188,6 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--micro-batch", type=int, help="tokens of ours that run at a time; by default 2,176, of S 1,152, on a GPU 8,192"
     )
+    parser.add_argument("--lora", type=int, default=0, help="rank of the adapter that is trained; 0: all weights are")
     parser.add_argument("--engines", nargs="+", default=["native"], choices=["native", "vllm"], help="of ours")
     parser.add_argument("--without", nargs="+", default=[], choices=["trl"])
     args = parser.parse_args()
@@ -195,7 +199,7 @@ def main() -> None:
     rows = [row for size in args.sizes for dtype in args.dtypes for row in measure(size, dtype, args, about)]
     print()
     print(table(rows))
-    print(f"written to {save('step', rows, about)}")
+    print(f"written to {save('step_lora' if args.lora else 'step', rows, about)}")
 
 
 if __name__ == "__main__":

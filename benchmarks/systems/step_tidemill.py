@@ -51,6 +51,7 @@ def answer(steps: int) -> dict:
             trainer={
                 **{"lr": 1e-5, "dtype": wanted["dtype"], "serving_dtype": wanted["dtype"], "device": wanted["device"]},
                 "micro_batch_tokens": wanted["micro_batch"],
+                "lora": {"rank": wanted["lora"], "alpha": 2.0 * wanted["lora"]} if wanted["lora"] else None,
             },
             engine={"dtype": wanted["dtype"], "device": wanted["device"], **wanted["engine"]},
             placement={name: wanted[name] for name in ("engine_threads", "trainer_threads", "stream")},

@@ -14,6 +14,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from peft import LoraConfig
 from serve import given
 from step_task import prompt_texts, score
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -73,6 +74,7 @@ batch, accumulate = wanted["groups"] * wanted["samples"] // wanted["accumulate"]
 model = AutoModelForCausalLM.from_pretrained(wanted["model"], dtype=getattr(torch, wanted["weights"]))
 tokenizer = AutoTokenizer.from_pretrained(wanted["model"])
 model.generation_config.pad_token_id = tokenizer.pad_token_id
+lora = {"r": wanted["lora"], "lora_alpha": 2 * wanted["lora"], "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 with tempfile.TemporaryDirectory() as folder:
     config = GRPOConfig(
         output_dir=folder,
@@ -104,6 +106,7 @@ with tempfile.TemporaryDirectory() as folder:
         train_dataset=dataset,
         processing_class=tokenizer,
         callbacks=[turns],
+        peft_config=LoraConfig(**lora) if wanted["lora"] else None,
     )
     trainer._generate = turns.timed("sampling", trainer._generate)
     trainer._generate_and_score_completions = turns.timed("preparing", trainer._generate_and_score_completions)
