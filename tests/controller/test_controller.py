@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -157,11 +157,11 @@ class Silent:
 def controller(
     world: World, *, steps: int, batch: int, max_lag: int, window: int = 1, roller=None, **schedule
 ) -> Controller:
-    async def evaluate(version: Version) -> dict[str, float]:
+    async def evaluate(served: Sequence[Version]) -> dict[str, float]:
         before = world.serving
         await asyncio.sleep(30)
-        assert world.serving == before == version, "the evaluated version was replaced while it was evaluated"
-        world.evaluated.append(version.step)
+        assert world.serving == before == served[0], "the evaluated version was replaced while it was evaluated"
+        world.evaluated.append(served[0].step)
         return {}
 
     async def checkpoint(step: int, next_id: int) -> Coroutine[None, None, None]:

@@ -128,7 +128,7 @@ class World:
     async def join_a_liar(self) -> None:
         self.names += 1
         liar = self.made(f"liar-{self.names}", lies=True)
-        if self.pool.in_force is not None:
+        if self.pool.in_force:
             with pytest.raises((PolicyMismatch, PeerLost)):
                 await self.pool.join(liar)
             assert liar.state is MemberState.LOST and liar not in self.pool.members

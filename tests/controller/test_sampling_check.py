@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -187,8 +187,8 @@ def test_a_run_ends_before_its_first_step() -> None:
     run = controller(world, steps=3, batch=2, max_lag=1)
     seen = list[int]()
 
-    async def served(version: Version) -> None:
-        seen.append(version.step)
+    async def served(versions: Sequence[Version]) -> None:
+        seen.extend(version.step for version in versions)
         raise ConfigError("engine.options.quantization: with this, no")
 
     run.hooks = replace(run.hooks, served=served)

@@ -228,7 +228,7 @@ async def test_while_the_trainer_is_away_nobody_joins_and_those_who_tried_join_w
 
     first = asyncio.create_task(pool.join(member(Finds("b"))))
     await gone.wait()
-    assert pool.withdraw() == Version(5, fingerprint="f5")
+    assert pool.withdraw() == [Version(5, fingerprint="f5")]
     second = asyncio.create_task(pool.join(member(FakeEngine("c"))))
     await asyncio.wait({first, second}, timeout=0.01)
     assert [engine.name for engine in pool.engines] == ["a"] and pool.engines[0].version.step == 5

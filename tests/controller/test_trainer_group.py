@@ -71,6 +71,7 @@ class Rank:
     asked: list[Any] = field(default_factory=list)
     announced: str = "same"
     base: Version | None = None
+    dropping: tuple[int, ...] = ()
 
     async def _answer(self) -> None:
         if self.hangs:
@@ -85,7 +86,8 @@ class Rank:
         return [sample.tokens.astype(np.float32) for sample in samples]
 
     async def forward_backward(self, samples: list[Sample], losses: Any) -> TrainResult:
-        return TrainResult({"tokens": float(len(samples)), f"own/{self.number}": 1.0}, await self.forward(samples))
+        metrics = {"tokens": float(len(samples)), f"own/{self.number}": 1.0}
+        return TrainResult(metrics, await self.forward(samples), drops=self.number in self.dropping)
 
     async def publish(self, version: Version, full: bool = False) -> WeightUpdate:
         await self._answer()
@@ -111,6 +113,12 @@ async def test_answers_come_in_the_order_of_the_rows_and_metrics_are_added() -> 
         assert [int(array[0]) for array in found] == list(range(7))
     assert result.metrics == {"tokens": 7.0, "own/0": 1.0, "own/1": 1.0, "own/2": 1.0} and not ended
     assert (await together.telemetry()).counters == {"trained_tokens": 9.0, "only/0": 1, "only/1": 1, "only/2": 1}
+
+
+@pytest.mark.parametrize("dropping", [(), (0,), (1,), (0, 1)])
+async def test_a_rank_that_dropped_inputs_is_told_of(dropping: tuple[int, ...]) -> None:
+    together, _ = group(Rank(0, dropping=dropping), Rank(1, dropping=dropping))
+    assert (await together.forward_backward([row(4), row(5)], {})).drops is bool(dropping)
 
 
 async def test_every_rank_is_asked_even_without_rows() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -131,7 +132,7 @@ class Engine:
 
     world: World
     name: str
-    version: Version = field(default_factory=lambda: Version(-1))
+    versions: dict[str, Version] = field(default_factory=dict[str, Version])  # by policy
     generated: int = 0
     reads: int | None = None  # the process whose weights it reads
     source: int = 0  # the process that it had its weights from
@@ -146,9 +147,10 @@ class Engine:
     async def update(self, update: WeightUpdate) -> Version:
         source = int(update.parts[0].location)
         await self._read(source)
-        assert self.version.step <= update.version.step and self.version.key <= update.version.key, "it steps back"
-        self.version, self.source = update.version, source
-        return self.version
+        before = self.versions.get(update.version.policy, Version(-1, policy=update.version.policy))
+        assert before.step <= update.version.step and before.key <= update.version.key, "it steps back"
+        self.versions[update.version.policy], self.source = update.version, source
+        return update.version
 
     async def _read(self, source: int) -> None:
         self.reads = source
@@ -163,14 +165,15 @@ class Engine:
         finally:
             self.reads = None
 
-    async def generate(self, seconds: float) -> list[Version]:
-        stamps = list[Version]()
+    async def generate(self, asked: tuple[float, str]) -> list[Version]:
+        (seconds, policy), stamps = asked, list[Version]()
+        assert self.versions.keys() == {*self.world.policies}, "it serves before it has every policy"
         for _ in range(TOKENS):
             await asyncio.sleep(seconds / TOKENS)
             await self.awake.wait()
             self.expect_life()
             assert self.held
-            stamps.append(self.version)
+            stamps.append(self.versions[policy])
             self.generated += 1
         return stamps
 
@@ -208,6 +211,7 @@ class World:
         None  # the trainer is lost so many rounds of the event loop after this group finishes
     )
     replays: bool = False  # each step trains a group of the step before once more
+    policies: tuple[str, ...] = ("policy",)  # an attempt of each in every group
     calls: Counter[str] = field(default_factory=Counter)
     processes: list[Process] = field(default_factory=list)
     disk: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -256,13 +260,18 @@ class World:
     async def rollout(self, group_id: int, task: Task) -> Group:
         rng = random.Random(f"{self.seed} {group_id}")
         seconds = rng.uniform(1, 20)
-        stamps = await self.pool.run(lambda route: cast(Any, route.generate(cast(Any, seconds))))
+        rows = [await self._attempt(seconds, policy, sample) for sample, policy in enumerate(self.policies)]
         if self.at_finish is not None and group_id == self.at_finish[0]:
             self.lose_after(self.at_finish[1])
+        reward = Score(float(rng.random() < 0.8))
+        return Group(group_id, task, [replace(row, outcome=reward) for row in rows])
+
+    async def _attempt(self, seconds: float, policy: str, sample: int) -> Trajectory:
+        stamps = await self.pool.run(lambda route: cast(Any, route.generate(cast(Any, (seconds, policy)))))
+        assert {stamp.policy for stamp in stamps} == {policy}
         steps, zeros = np.array([v.step for v in stamps], np.int32), np.zeros(TOKENS, np.float32)
-        reward, sources = Score(float(rng.random() < 0.8)), tuple(dict.fromkeys(stamps))
-        mask = np.ones(TOKENS, bool)
-        return Group(group_id, task, [Trajectory(zeros.astype(np.int32), mask, zeros, steps, Finish.STOP, reward, sources)])
+        mask, sources = np.ones(TOKENS, bool), tuple(dict.fromkeys(stamps))
+        return Trajectory(zeros.astype(np.int32), mask, zeros, steps, Finish.STOP, None, sources, sample)
 
     # algorithm
     def drop_reason(self, group: Group) -> str | None:
@@ -270,7 +279,7 @@ class World:
 
     def rows(self, groups: list[Group], step: int) -> list[Sample]:
         zeros, ones = np.zeros(TOKENS, np.float32), np.ones(TOKENS, np.float32)
-        rows = [(group.id, group.trajectories[0]) for group in groups]
+        rows = [(group.id, t) for group in groups for t in group.trajectories]
         return [Sample(t.tokens, t.mask, t.logprobs, t.versions, zeros, ones, group=group_id) for group_id, t in rows]
 
     def prepare(self, groups: list[Group], step: int, rows: list[Sample], logprobs: object) -> PreparedStep:
@@ -303,12 +312,13 @@ class World:
         process = ReplaceableTrainer(cast(Any, await self.start()), cast(Any, self.start))
         trainer, point, budget = cast(Trainer, process), ResumePoint(), Budget(self.restarts, 1e9, 0.0)
 
-        async def evaluate(version: Version) -> dict[str, float]:
-            assert version.incarnation == run.incarnation
+        async def evaluate(served: Sequence[Version]) -> dict[str, float]:
+            assert {version.incarnation for version in served} == {run.incarnation}
+            assert [version.policy for version in served] == [*self.policies]
             for _ in range(5):
-                assert all(cast(Any, engine).version == version for engine in self.pool.engines)
+                assert all([*cast(Any, engine).versions.values()] == [*served] for engine in self.pool.engines)
                 await asyncio.sleep(2)
-            self.evaluated.append(version.step)
+            self.evaluated.append(served[0].step)
             return {}
 
         async def checkpoint(step: int, next_id: int) -> Any:
@@ -323,14 +333,14 @@ class World:
 
         async def agree(version: Version, *about: object) -> None:
             assert version.incarnation == run.incarnation
-            assert all(cast(Any, engine).version == version for engine in self.pool.engines)
+            assert all(cast(Any, engine).versions[version.policy] == version for engine in self.pool.engines)
 
         async def spend(cause: Exception) -> None:
             await asyncio.sleep(budget.spend(str(cause)))
 
         restart = TrainerRestart(
             *(process, trainer, self.pool, ledger, cast(Any, self), cast(Any, self)),
-            *(point, self.exact, spend, self.notes.append),
+            *(point, self.exact, spend, self.notes.append, self.policies),
         )
         buffer = Buffer(batch=self.batch, max_lag=self.max_lag, total=self.steps * self.batch)
         release, released = buffer.release, 0
@@ -338,7 +348,7 @@ class World:
         async def only_when_served(count: int) -> None:
             nonlocal released
             released += count
-            served = [cast(Any, engine).version.step for engine in self.pool.engines]
+            served = [each.step for engine in self.pool.engines for each in cast(Any, engine).versions.values()]
             assert released <= self.batch * min(served, default=self.steps), "its weights are not served"
             await release(count)
 
@@ -355,6 +365,7 @@ class World:
             cast(Any, self),
             cast(Any, Observing(self)),
             Hooks(evaluate, checkpoint, agree, None, process.ends, restart),
+            policies=self.policies,
             turns=DeviceTurns(trainer, self.pool) if self.turns else DeviceTurns(),
             again=lambda step: [ledger.load(ledger.groups_of(step - 1)[-1])] if self.replays and step else [],
         )
@@ -376,7 +387,13 @@ class World:
     def check(self, ledger: SqliteLedger) -> None:
         counts, last = ledger.counts(), self.processes[-1]
         assert counts.conserved and counts.trained == self.steps * self.batch and counts.pending == 0
-        trained = [[group_id for group_id, *_ in groups] for groups in last.weights]
+        each = len(self.policies)  # rows of a group
+        assert all(
+            len({row[0] for row in groups[i : i + each]}) == 1
+            for groups in last.weights
+            for i in range(0, len(groups), each)
+        )
+        trained = [[group_id for group_id, *_ in groups[::each]] for groups in last.weights]
         assert trained == [ledger.groups_of(step) + ledger.trained_again(step) for step in range(self.steps)]
         assert not self.replays or sum(map(len, trained)) == self.steps * (self.batch + 1) - 1
         assert min(self.lags) >= 0 and max(self.lags) <= self.max_lag
@@ -385,7 +402,9 @@ class World:
             assert sum(engine.generated for engine in self.engines) == sampled, "a token was sampled and is in no trajectory"
         assert self.evaluated == [*range(0, self.steps, self.every), self.steps]
         assert self.reported == list(range(self.steps)), "each step is told of, once"
-        assert {cast(Any, engine).version.step for engine in self.pool.engines} <= {self.steps}
+        served = {version for engine in self.pool.engines for version in cast(Any, engine).versions.values()}
+        assert {version.step for version in served} <= {self.steps}
+        assert {version.policy for version in ledger.versions()} == {*self.policies}
         assert max(step for step, _, _ in self.disk.values()) == self.steps
         assert not self.exact or {version.incarnation for version in ledger.versions()} == {0}
 
@@ -424,6 +443,28 @@ def test_lost_in_a_call(place, exact):
     world = lived(World(exact=exact, rounding=not exact, deaths=(PLACES[place],)))
     assert len(world.processes) == 2
     assert not exact or world.processes[-1].bits == undisturbed().bits
+
+
+TWO = ("a", "b")
+IN_TWO = [("publish", 1), ("publish", 2), ("publish", 5), ("publish", 6), ("publish", 14), ("apply", 4), ("save", 1)]
+
+
+@pytest.mark.parametrize("call", IN_TWO)
+def test_lost_in_a_call_of_two_policies(call):
+    """Also between the publications of a step's two policies: all of them are published again, none steps back."""
+    world = lived(World(policies=TWO, deaths=(call,)))
+    assert len(world.processes) == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_policies_whose_trainer_and_engines_are_lost_at_any_time(seed):
+    """Engines join between the publications of two policies, too: they sample once they have both."""
+    rng = random.Random(seed)
+    settings = {"seed": seed, "batch": rng.randint(2, 4), "max_lag": rng.randint(0, 2), "every": rng.choice([2, 3, 100])}
+    times = tuple(sorted(rng.uniform(0, 200) for _ in range(rng.choice([1, 2, 5]))))
+    losses = tuple(rng.uniform(0, 150) for _ in range(rng.choice([1, 3, 6])))
+    world = lived(World(policies=TWO, times=times, losses=losses, replays=rng.random() < 0.3, **settings))
+    assert len(world.processes) > 1
 
 
 IN_TURNS = [("sleep", 1), ("sleep", 4), ("wake", 1), ("wake", 3), ("forward_backward", 4), ("publish", 5), ("snapshot", 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ class TwoPolicies(World):
         self.served: dict[str, Version] = {}
         self.published: list[tuple[str, int]] = []
         self.agreed: list[tuple[str, int]] = []
+        self.lags_of: dict[str, list[int]] = {"a": [], "b": []}
+        self.seen: list[int] = []  # steps whose versions were evaluated
 
     async def rollout(self, group_id: int, task: Task) -> Group:
         rows = []
@@ -50,24 +53,33 @@ class TwoPolicies(World):
         self.torn += before != self.weights
         served = Version(version.step, version.incarnation, version.policy, f"{version.policy}{version.step}")
         self.served[version.policy] = served
-        self.serving = self.served["a"]  # the first policy is the one that is evaluated
         return served
 
     def publish(self, version: Version) -> None:
         self.published.append((version.policy, version.step))
 
     def prepare(self, groups, step, rows, logprobs):
-        self.lags += [self.weights - min(int(row.versions.min()) for row in group.trajectories) for group in groups]
+        for row in (row for group in groups for row in group.trajectories):
+            self.lags_of[row.policy].append(self.weights - int(row.versions.min()))
         return PreparedStep([], {}, [Update([], 1.0)], {})
 
     async def agree(self, version: Version, groups, samples, logprobs) -> None:
         assert self.served[version.policy] == version, "weights changed before the check of what they sampled"
         self.agreed.append((version.policy, version.step))
 
+    async def evaluate(self, served: Sequence[Version]) -> dict[str, float]:
+        for _ in range(3):
+            assert self.served == {version.policy: version for version in served}, "an evaluated version was replaced"
+            await asyncio.sleep(5)
+        self.seen.append(served[0].step)
+        return {}
+
 
 def two_policies(world: World, **settings) -> Controller:
     run = controller(world, **settings)
     run.policies = ("a", "b")
+    assert isinstance(world, TwoPolicies)
+    run.hooks.evaluate = world.evaluate
     return run
 
 
@@ -83,10 +95,15 @@ def test_two_policies_share_steps_slots_and_the_bound(seed):
         sync_s=rng.choice([0, 1, 15]),
         drop_share=rng.choice([0, 0.3]),
     )
-    run = two_policies(world, steps=steps, batch=batch, max_lag=lag, window=rng.randint(1, lag * batch + 1))
+    every = rng.choice([0, 2, 3])
+    run = two_policies(
+        world, steps=steps, batch=batch, max_lag=lag, window=rng.randint(1, lag * batch + 1), eval_every=every
+    )
     run.hooks.agree = world.agree
     assert run_virtually(run.run()) == steps
-    assert max(world.lags) <= lag and min(world.lags) >= 0
+    for lags in world.lags_of.values():
+        assert len(lags) == steps * batch and max(lags) <= lag and min(lags) >= 0
+    assert world.seen == sorted({*(range(0, steps, every) if every else ()), steps})
     assert world.torn == 0
     assert all(len(fate) == 1 for fate in world.fates.values())
     assert sum(fate == ["trained"] for fate in world.fates.values()) == steps * batch
@@ -98,7 +115,7 @@ def test_two_policies_share_steps_slots_and_the_bound(seed):
 def test_with_two_policies_the_bound_is_tight():
     world = TwoPolicies(random.Random(0), gen_s=100, sigma=1.5, train_s=1, sync_s=0)
     run_virtually(two_policies(world, steps=40, batch=4, max_lag=3).run())
-    assert max(world.lags) == 3
+    assert [max(lags) for lags in world.lags_of.values()] == [3, 3]
 
 
 class Relabelling:

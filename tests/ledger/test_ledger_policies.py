@@ -11,7 +11,7 @@ from ledger_cases import assert_same, group
 from tidemill.core.errors import LedgerError
 from tidemill.core.types import Group, Version
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.run.resume import _left
+from tidemill.run.resume import _left, published
 
 
 def of_two_policies(group_id: int) -> Group:
@@ -56,3 +56,15 @@ def test_a_group_is_sampled_again_if_a_publication_of_either_policy_was_not_reco
         ledger.finish(made)
         (left,) = _left(ledger, {version.key: version for version in ledger.versions()})
     assert isinstance(left, Group) == (unrecorded is None)
+
+
+def test_a_frozen_policy_is_recorded_and_never_known_as_one_that_is_trained_on(tmp_path: Path) -> None:
+    """A row that it sampled would be one of a policy that was never published."""
+    judge, trained = Version(0, policy="judge", fingerprint="j"), Version(0, policy="solver", fingerprint="s")
+    with SqliteLedger(tmp_path) as ledger:
+        for version in (judge, trained):
+            ledger.publish(version)
+        assert sorted(ledger.versions()) == sorted([judge, trained])
+        assert published(ledger, ("solver", "other")) == {trained.key: trained}
+        with pytest.raises(LedgerError, match="judge@v0 was published with fingerprint"):
+            ledger.publish(replace(judge, fingerprint="another"))

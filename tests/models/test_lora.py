@@ -42,11 +42,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # model, PEFT's settings
 }
 
 
-def of_peft(name: str, folder: Path, seed: int = 1) -> Any:
+def of_peft(name: str, folder: Path, seed: int = 1, **more: Any) -> Any:
     """PEFT's model on its random base, with every A and B random; both are saved in `folder`."""
     from peft import LoraConfig, get_peft_model
 
-    config, settings = CONFIGS[SHAPES[name][0]], SHAPES[name][1]
+    config, settings = CONFIGS[SHAPES[name][0]], SHAPES[name][1] | more
     base = transformers_model(config)
     folder_of(base, folder / "base")
     adapted = get_peft_model(base, LoraConfig(**settings))
@@ -130,6 +130,7 @@ def test_a_new_adapter_changes_nothing_and_trains_alone() -> None:
     ("change", "sentence"),
     [
         ({"use_dora": True}, "use_dora = True is not computed here"),
+        ({"task_type": "SEQ_CLS"}, "task_type 'SEQ_CLS' is a reward model's adapter"),
         ({"lora_bias": True}, "lora_bias = True"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias = 'all'"),
@@ -138,6 +139,7 @@ def test_a_new_adapter_changes_nothing_and_trains_alone() -> None:
         ({"r": 2.5}, "r = 2.5"),
         ({"r": 10**9}, "r = 1000000000, expected a whole number"),
         ({"lora_dropout": "a lot"}, "lora_dropout = 'a lot', expected a number from 0"),
+        ({"lora_dropout": 1.0}, "lora_dropout = 1, expected a number from 0, below 1"),
         ({"target_modules": []}, "target_modules is []"),
         ({"target_modules": ["q_proj", "lm_head"]}, "target 'lm_head' is no matrix"),
         ({"target_modules": ["embed_tokens"]}, "name no matrix of this model's layers"),

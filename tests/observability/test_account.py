@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,7 +234,7 @@ class World(Told):
         self.serving = Version(version.step, fingerprint=f"f{version.step}")
         return self.serving
 
-    async def evaluate(self, version: Version) -> dict[str, float]:
+    async def evaluate(self, served: Sequence[Version]) -> dict[str, float]:
         with self.beside.span(EVALUATE):
             await asyncio.sleep(self.evaluate_s)
         return {"accuracy": 0.0}

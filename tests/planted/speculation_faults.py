@@ -49,7 +49,7 @@ SPECULATION_FAULTS = [
     ),
     Fault(
         "a run does not look at what engines sample with drafts",
-        "        await self.hooks.served(served[0])\n",
+        "        await self.hooks.served(served)\n",
         "",
         "controller/test_sampling_check.py cli/commands/test_engine_check.py",
     ),

@@ -46,7 +46,7 @@ def changing(monkeypatch: pytest.MonkeyPatch, change: Change) -> list[BaseExcept
 async def trained(parts: Cluster, step: int) -> None:
     """Wait until the version of this step is published."""
     async with asyncio.timeout(60):
-        while parts.pool.in_force is None or parts.pool.in_force.step < step:
+        while not parts.pool.in_force or parts.pool.in_force[0].step < step:
             await asyncio.sleep(0.005)
 
 
@@ -81,8 +81,8 @@ def test_one_engine_joins_and_another_is_drained_while_training_goes_on(
 
     async def change(parts: Cluster) -> None:
         def note(*names: str) -> None:
-            assert parts.pool.in_force is not None
-            steps.append(parts.pool.in_force.step)
+            (version,) = parts.pool.in_force
+            steps.append(version.step)
             now = {handle.vitals().name: handle.vitals() for handle in parts.handles()}
             pids.update({name: each.pid for name, each in now.items()})
             assert set(now) == {"trainer", *names} and [m.name for m in parts.pool.members] == list(names)

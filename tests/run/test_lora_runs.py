@@ -91,6 +91,30 @@ def test_a_run_begins_from_an_adapter(model: Path, tmp_path: Path) -> None:
             train(model, tmp_path / "third", trainer={"lora": {"start": str(start)} | given})
 
 
+def test_a_run_with_dropout_goes_on_to_the_bit_and_is_held_against_its_engines(model: Path, tmp_path: Path) -> None:
+    def trained(name: str, steps: int, dropout: float | None = 0.4, **lora: Any) -> tidemill.Run:
+        algorithm = {"name": "grpo", "zero_variance": "keep", "reference": {"kl": 0.1}, "old_logprobs": "recompute"}
+        how: dict[str, Any] = {"trainer": {"lora": lora | {"dropout": dropout}, "lr": 1e-2}, "algorithm": algorithm}
+        return train(model, tmp_path / name, steps=steps, **how)
+
+    given: dict[str, Any] = {"rank": 4, "targets": ["q_proj", "down_proj"]}
+    whole, without = trained("whole", 4, **given), trained("without", 4, dropout=0.0, **given)
+    trained("cut", 2, **given)
+    runs = whole, trained("cut", 4, **given), without
+    ours, theirs, plain = (load_file(run.folder / "final-adapter" / ADAPTER_WEIGHTS) for run in runs)
+    assert ours and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any(not torch.equal(ours[name], plain[name]) for name in ours), "it drops something"
+    assert all(run.report["mismatch_lag0"]["max"] < 1e-4 for run in runs)
+    said = CliRunner().invoke(app, ["parity", str(whole.folder)])
+    assert said.exit_code == 0, said.output
+
+    start = str(whole.folder / "final-adapter")
+    second = trained("second", 1, dropout=None, start=start)
+    assert AdapterConfig.from_folder(second.folder / "final-adapter").dropout == 0.4
+    with pytest.raises(ValueError, match=r"dropout = 0\.4 with algorithm.old_logprobs = 'behaviour'"):
+        train(model, tmp_path / "third", trainer={"lora": {"start": start}})
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("shard", "base_dtype"),
@@ -124,6 +148,8 @@ def test_ranks_save_an_adapter_that_one_rank_goes_on_with(model: Path, tmp_path:
         ({"targets": []}, "targets is empty"),
         ({"targets": "("}, "no regular expression"),
         ({"rank": 0}, "rank"),
+        ({"dropout": 0.1}, "trainer.lora.dropout = 0.1 with algorithm.old_logprobs = 'behaviour'"),
+        ({"dropout": 1.0}, "trainer.lora.dropout = 1.0"),
     ],
 )
 def test_what_cannot_be_trained_is_one_sentence(model: Path, tmp_path: Path, given: dict[str, Any], sentence: str) -> None:

@@ -51,7 +51,7 @@ def test_every_name_from_elsewhere_is_answered_and_documented():
     [
         (["peft.r=8"], "unknown key 'peft.r': a LoRA adapter is trained by trainer.lora.rank = 16"),
         (["lora.alpha=8"], "unknown key 'lora.alpha': a LoRA adapter is trained by"),
-        (["trainer.lora.dropout=0.1"], "trainer.lora.dropout"),
+        (["trainer.lora.bias=all"], "trainer.lora.bias"),
         (["trainer.model.experimental.lora.rank=16"], "a LoRA adapter is trained by trainer.lora.rank"),
         (["actor_rollout_ref.model.lora_rank=8"], "a LoRA adapter is trained by trainer.lora.rank"),
         (["trainer.fsdp=true"], "unknown key 'trainer.fsdp': trainer.ranks says how many processes train together"),

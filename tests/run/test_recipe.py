@@ -12,6 +12,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.run.planner import plan
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.recipe_files import MAY_CHANGE, check_same_run
+from tidemill.trainer.trainer_kinds import TrainerSettings
 
 BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
 
@@ -36,6 +37,29 @@ def test_every_recipe_takes_the_plain_keys():
     config = load("run_dir=a", "seed=3", "steps=4", "max_lag=2", "model=new:2m", "env=reasoning_gym:gcd", "algorithm=rloo")
     assert (config.run_dir, config.seed, config.steps, config.max_lag) == (Path("a"), 3, 4, 2)
     assert config.env.dataset == "gcd" and config.algorithm.advantage == "rloo"
+
+
+@pytest.mark.parametrize(
+    ("given", "goes"),
+    [
+        (["algorithm=grpo"], False),
+        (["algorithm=grpo", "algorithm.old_logprobs=recompute"], True),
+        (["algorithm=decoupled_ppo"], True),
+        (["algorithm=dpo"], True),
+        (["algorithm=sft"], True),
+        (["algorithm=decoupled_ppo", "env=[{kind='guess',name='a'},{kind='guess',name='b',algorithm='grpo'}]"], False),
+    ],
+)
+def test_dropout_needs_the_trainers_own_logprobs_of_what_is_sampled(given: list[str], goes: bool):
+    def dropping(share: float) -> RunConfig:
+        return load(f"trainer.lora.dropout={share}", *given)
+
+    assert isinstance(dropping(0.0).trainer, TrainerSettings)
+    if goes:
+        assert dropping(0.3).trainer.lora.config.dropout == 0.3
+    else:
+        with pytest.raises(ConfigError, match=r"trainer\.lora\.dropout = 0\.3 .*set algorithm\.old_logprobs = 'recompute'"):
+            dropping(0.3)
 
 
 def test_a_resolved_recipe_reads_back_as_itself():

@@ -17,12 +17,15 @@ import numpy as np
 import torch
 import torch.distributed
 from algorithm_cases import LONGEST, as_given, logprobs_of, played, prepared, settings
+from test_critic import PPO
+from test_critic import rows as rows_of_critic
 from trainer_cases import LOSSES, batch, decoder, gradients, parameters, value_model
 
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.controller.trainer_group import deal
 from tidemill.core.types import Version
 from tidemill.models.adapter_config import AdapterConfig
+from tidemill.models.adapter_dropout import Dropout
 from tidemill.models.local_shards import first_row, local
 from tidemill.models.lora import adapters, attach
 from tidemill.models.quantised_base import quantise_base
@@ -65,10 +68,13 @@ def rows_for(name):
     return ready.updates[0].samples, ready.losses
 
 
-def adapt(policy):
+LORA = AdapterConfig(rank=3, alpha=5, rank_pattern={"v_proj": 1, "down_proj": 7}, base="a model")
+
+
+def adapt(policy, dropout=0.0):
     """An adapter of some matrices, with ranks that ranks do not divide, and nothing in it 0."""
     generator = torch.Generator().manual_seed(5)
-    attach(policy, AdapterConfig(rank=3, alpha=5, rank_pattern={"v_proj": 1, "down_proj": 7}), generator)
+    attach(policy, replace(LORA, dropout=dropout), generator)
     with torch.no_grad():
         for _, adapter in adapters(policy):
             for b in adapter.b:
@@ -85,19 +91,22 @@ def run(case, made):
         if case.get("base"):
             quantise_base(policy, case["base"])
         if case.get("lora"):
-            adapt(policy)
+            adapt(policy, case.get("dropout", 0.0))
         critic = value_model(policy if case.get("head") else None, dtype=dtype) if with_critic else None
+        if critic is not None and case.get("lora") and not critic.shared:
+            adapt(critic.decoder, case.get("dropout", 0.0))
         return policy, critic
 
     policy, critic = models()
-    expected, alone = gradients(samples, policy, losses=losses, critic=critic)
+    dropout = Dropout(seed=3, update=2) if case.get("dropout") else None
+    expected, alone = gradients(samples, policy, losses=losses, critic=critic, dropout=dropout)
     ranks = made(case["shard"], case.get("replicas", 2))
     policy, critic = models()
     modules = [] if critic is None else [critic.head] if critic.shared else [critic.decoder, critic.head]
     ranks.shard(policy, *modules)
     mine = [samples[i] for i in deal(samples, ranks.size)[ranks.rank]]
     how = {"checkpointing": case.get("checkpointing", False), "ranks": ranks}
-    _, result = gradients(mine, policy, budget=40, losses=losses, critic=critic, **how)
+    _, result = gradients(mine, policy, budget=40, losses=losses, critic=critic, dropout=dropout, **how)
     trained = {name: p for name, p in parameters(policy, critic).items() if p.requires_grad}
     ranks.replica_sums(trained, case.get("reduce", "float32")).add_up(1.0)
     found = {name: p.grad for name, p in trained.items()}
@@ -163,15 +172,21 @@ def act(case, made, size):
     settings = TrainerSettings(lr=0.01, weight_decay=0.1, micro_batch_tokens=60, device="cpu", ranks=size)
     model = decoder(seed=case.get("seed", 0), tie_word_embeddings=case.get("tied", True))
     reference, critic = Reference(decoder(seed=3), every=1, decay=0.9), Critic(value_model(), settings, 9)
+    rows, losses, lora = batch, LOSSES, LORA if case.get("lora") else None
+    if lora is not None:
+        rows, losses, reference = rows_of_critic, PPO, Reference(model, without_adapter=True)
+        adapt(model)
+        adapt(critic.model.decoder)
     sender = SharedMemorySender(Path(case["folder"]), partial=size > 1)
-    trainer = NativeTrainer(model, settings, steps=9, reference=reference, critic=critic, sender=sender, ranks=ranks)
+    parts = {"reference": reference, "critic": critic, "sender": sender, "ranks": ranks, "lora": lora}
+    trainer = NativeTrainer(model, settings, steps=9, **parts)
     answers = []
 
     async def everything():
         for verb, what in case["do"]:
             if verb == "step":
-                mine = deal(samples := batch(what), size)[ranks.rank if ranks else 0]
-                result = await trainer.forward_backward([samples[i] for i in mine], LOSSES)
+                mine = deal(samples := rows(what), size)[ranks.rank if ranks else 0]
+                result = await trainer.forward_backward([samples[i] for i in mine], losses)
                 answers.append({"tokens": result.metrics["tokens"], **await trainer.apply(1 / 50)})
             elif verb == "save":
                 await trainer.snapshot()

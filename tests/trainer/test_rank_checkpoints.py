@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from trainer_cases import LOSSES, batch, decoder
 
 from tidemill.core.errors import CheckpointError, UnsupportedModel
+from tidemill.models.adapter_files import read_tensors
 from tidemill.models.block_files import BlockReader, rank_file, rank_files, write_blocks
 from tidemill.models.hf_weights import hf_views, load_folder
 from tidemill.models.served_weights import Contents
@@ -25,10 +26,15 @@ SHARD = {1: "zero2", 2: "zero3", 4: "hsdp"}
 
 def everything(folder):
     """All tensors of a checkpoint, whole, by name."""
-    reader = BlockReader(rank_files(folder, "optimizer") or [folder / "optimizer.safetensors"])
+    return dict(hf_views(load_folder(folder))) | tensors_of(
+        rank_files(folder, "optimizer") or [folder / "optimizer.safetensors"]
+    )
+
+
+def tensors_of(files):
+    reader = BlockReader(files)
     outlines = {name: seen.shape for name, seen in reader._coverage.tensors.items() if not name.startswith("random.")}
-    wanted = [Slice(name, shape, (0,) * len(shape), torch.empty(shape)) for name, shape in outlines.items()]
-    return dict(hf_views(load_folder(folder))) | reader.read(wanted)
+    return reader.read([Slice(name, shape, (0,) * len(shape), torch.empty(shape)) for name, shape in outlines.items()])
 
 
 def furthest(one, other):
@@ -141,6 +147,30 @@ def test_each_of_four_ranks_holds_a_quarter(tmp_path):
         return max(answer["answers"][1]["bytes"] for answer in answers)
 
     assert held(4) <= 0.27 * held(1)
+
+
+@pytest.mark.ranks
+def test_any_number_of_ranks_reads_the_adapters_of_policy_and_critic(tmp_path):
+    def run(size, *verbs):
+        do = [[verb, str(tmp_path / what) if isinstance(what, str) else what] for verb, what in verbs]
+        case = {"shard": "zero3", "lora": True, "folder": str(tmp_path / f"slots-{size}"), "do": do}
+        assert all(together(tmp_path, size, [case])[0]), "a rank ended early"
+
+    def of(name):
+        files = rank_files(tmp_path / name, "optimizer") or [tmp_path / name / "optimizer.safetensors"]
+        return tensors_of(files) | read_tensors(tmp_path / name)
+
+    for size in (1, 2):
+        run(size, ("step", 0), ("step", 1), ("save", f"saved-{size}"), ("step", 2), ("save", f"straight-{size}"))
+    for was in (1, 2):
+        written = of(f"saved-{was}")
+        kept = {name.removeprefix("critic.") for name in written if name.startswith("critic.") and ".exp_avg" not in name}
+        assert kept and all(".adapter." in name or name == "head.weight" for name in kept)
+        for size in (1, 2):
+            loaded, stepped = f"loaded-{was}-{size}", f"stepped-{was}-{size}"
+            run(size, ("step", 5), ("load", f"saved-{was}"), ("save", loaded), ("step", 2), ("save", stepped))
+            assert furthest(written, of(loaded)) == 0
+            assert furthest(of(f"straight-{was}"), of(stepped)) <= (0 if was == size else 1e-6), (was, size)
 
 
 def rewrite(file, change):

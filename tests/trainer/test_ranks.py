@@ -25,6 +25,9 @@ def cases(size):
                     yield {"shard": shard, "dtype": dtype, "rows": "grpo", "model": model, "checkpointing": not tied}
             yield {"shard": shard, "dtype": dtype, "rows": "ppo", "head": True, "checkpointing": True}
             yield {"shard": shard, "dtype": dtype, "rows": "grpo", "lora": True, "checkpointing": size == 4}
+            yield {"shard": shard, "dtype": dtype, "rows": "grpo", "lora": True, "dropout": 0.4, "checkpointing": size == 2}
+            yield {"shard": shard, "dtype": dtype, "rows": "ppo", "lora": True}
+            yield {"shard": shard, "dtype": dtype, "rows": "ppo", "lora": True, "head": True, "checkpointing": False}
         for reduce in NARROW if shard in ("none", "hsdp") else ():
             yield {"shard": shard, "dtype": "float32", "rows": "ppo", "reduce": reduce}
 
@@ -38,6 +41,8 @@ FEW: list[tuple[int, dict[str, Any]]] = [
 ]
 FEW.append((2, {"shard": "zero3", "dtype": "float64", "rows": "grpo", "lora": True, "checkpointing": False}))
 FEW.append((2, {"shard": "zero3", "dtype": "float64", "rows": "grpo", "lora": True, "base": "nf4", "checkpointing": True}))
+FEW.append((2, {"shard": "zero3", "dtype": "float32", "rows": "ppo", "lora": True}))
+FEW.append((2, {"shard": "zero3", "dtype": "float64", "rows": "grpo", "lora": True, "dropout": 0.4, "checkpointing": True}))
 FEW.append((2, {"shard": "none", "dtype": "float32", "rows": "ppo", "reduce": "int8"}))
 ALL = [(size, case) for size in (2, 4) for case in cases(size)]
 

@@ -97,12 +97,12 @@ def parameters(model, critic=None):
     return named | ({f"critic.{n}": p for n, p in critic.trained.named_parameters()} if critic else {})
 
 
-def gradients(samples, model, budget=10_000, losses=LOSSES, critic=None, **compute):
+def gradients(samples, model, budget=10_000, losses=LOSSES, critic=None, dropout=None, **compute):
     """The sums that one call accumulates, by parameter, and what the call returned."""
     for p in parameters(model, critic).values():
         p.grad = None
     result = training_pass.forward_backward(
-        model, samples, losses, training_pass.Compute(CPU, budget, **compute), critic=critic
+        model, samples, losses, training_pass.Compute(CPU, budget, **compute), critic=critic, dropout=dropout
     )
     return {n: p.grad.clone() for n, p in parameters(model, critic).items() if p.grad is not None}, result
 

@@ -70,7 +70,8 @@ class Mixture:
             spec, key = prepared.losses[POLICY], f"{POLICY}/{name}" if name else POLICY
             losses[key] = replace(spec, weight=spec.weight * factors[name] / scale if scale else 0.0)
             samples += [replace(sample, loss=key) for sample in prepared.samples]
-        return PreparedStep(samples, losses, [Update(samples, scale)], _merged({n: p.metrics for n, p in found.items()}))
+        metrics = merged_metrics({name: prepared.metrics for name, prepared in found.items()})
+        return PreparedStep(samples, losses, [Update(samples, scale)], metrics)
 
     def _of(self, group: Group) -> str:
         return group.task.env if group.task.env in self._parts else COMMON
@@ -81,9 +82,10 @@ class Mixture:
 
 
 def algorithm_of(algorithms: Mapping[str, AlgorithmSettings], max_tokens: int) -> ConfiguredAlgorithm | Mixture:
-    """The algorithm of a run. Raises ValueError for functions that cannot be loaded."""
-    if set(algorithms) == {COMMON}:
-        return ConfiguredAlgorithm(algorithms[COMMON], max_tokens)
+    """The algorithm of a run, or of one of its policies, by environment. ValueError for functions that cannot be loaded."""
+    if len(algorithms) == 1:  # whatever it is called: the tasks of a lone environment do not name it
+        (only,) = algorithms.values()
+        return ConfiguredAlgorithm(only, max_tokens)
     return Mixture(algorithms, max_tokens)
 
 
@@ -100,6 +102,11 @@ def check_mixture(algorithms: Mapping[str, AlgorithmSettings]) -> None:
         if each.given or each.entropy.target is not None:
             what = f"given = {each.given!r}" if each.given else "entropy.target"
             raise ValueError(f"{_called(name)} has {what}, which goes with no other algorithm beside it in one run")
+    check_alike({_called(name): each for name, each in algorithms.items()})
+
+
+def check_alike(algorithms: Mapping[str, AlgorithmSettings]) -> None:
+    """Raise ValueError when these algorithms ask for different things of which a run has one. Keys: named to the user."""
     _expect_alike(algorithms, "another reference policy", "the trainer holds one", _reference)
     _expect_alike(algorithms, "another critic", "the trainer holds one", lambda each: each.critic)
     greedy = "a greedy attempt at each task, or none"
@@ -111,9 +118,9 @@ def _expect_alike(
 ) -> None:
     """Raise ValueError unless all algorithms that ask for something (not None) ask for the same."""
     wants = {name: want for name, each in algorithms.items() if (want := asked(each)) is not None}
-    first = next(iter(wants), COMMON)
+    first = next(iter(wants), "")
     if other := [name for name, want in wants.items() if want != wants[first]]:
-        raise ValueError(f"{_called(other[0])} asks for {what}, unlike {_called(first)}: {why}; give both the same")
+        raise ValueError(f"{other[0]} asks for {what}, unlike {first}: {why}; give both the same")
 
 
 def _reference(settings: AlgorithmSettings) -> tuple[str, int, float] | None:
@@ -125,8 +132,8 @@ def _called(name: str) -> str:
     return f"the algorithm of environment {name!r}" if name else "the recipe's algorithm"
 
 
-def _merged(parts: Mapping[str, Metrics]) -> Metrics:
-    """Metrics of the step: sums, and means by samples; then each algorithm's own."""
+def merged_metrics(parts: Mapping[str, Metrics]) -> Metrics:
+    """Metrics of the step: sums, and means by samples; then those of each part, as PART/KEY."""
     merged = Metrics()
     for key in dict.fromkeys(key for each in parts.values() for key in each):
         having = [each for each in parts.values() if key in each]

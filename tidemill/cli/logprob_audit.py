@@ -122,31 +122,47 @@ async def replay(run: RunFolder, rows: int = ROWS) -> Replay:
     return result
 
 
-def _candidates(run: RunFolder, lora: LoraSettings | None) -> Iterator[tuple[Path, int | None]]:
-    """Model folders of a run, and the step whose weights they should be; None: the last one's.
+def _candidates(run: RunFolder, lora: LoraSettings | None, policy: str) -> Iterator[tuple[Path, int | None]]:
+    """Folders of a policy's weights, and the step whose they should be; None: the last one's.
 
-    lora: of adapters that were published alone."""
+    lora: of adapters that were published alone. policy: "" where there is one."""
     first = run.initial if lora is None else lora.start and Path(lora.start).expanduser()
     if first and first.is_dir():
         yield first, 0
     for folder in sorted(run.checkpoints.glob("step-*")):
         try:
-            yield folder / "trainer", read_manifest(folder).step
+            yield folder / "trainer" / policy, read_manifest(folder).step
         except CheckpointError:
             continue  # unfinished, or set aside: no resume uses it
-    if (final := run.final_adapter if lora else run.final).is_dir():
+    final = run.final / f"{policy}-adapter" if policy else run.final_adapter if lora else run.final
+    if final.is_dir():
         yield final, None
 
 
 def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> tuple[list[Stored], list[str]]:
-    """Folders with weights of published versions, and complaints about folders without."""
-    dtype = getattr(torch, config.trainer.serving_dtype)
+    """Folders with weights of published versions, and complaints about folders without. Frozen policies sample none."""
     found, strangers = list[Stored](), list[str]()
+    for policy in config.trained_policies:
+        own = [version for version in published if version.policy == policy]
+        _stored_of(run, config, policy, own, found, strangers)
+    return found, strangers
+
+
+def _stored_of(
+    run: RunFolder,
+    config: RunConfig,
+    policy: str,
+    published: Sequence[Version],
+    found: list[Stored],
+    strangers: list[str],
+) -> None:
+    """Add what `_stored` returns, of one policy."""
+    dtype = getattr(torch, config.trainer.serving_dtype)
     last = max((version.step for version in published), default=0)
-    lora = _lora(config)
-    if config.adapter_rank and lora and lora.start is None and run.initial.is_dir():  # a new adapter adds nothing
+    lora = config.adapters.get(policy) if config.adapter_rank else None
+    if lora and lora.start is None and run.initial.is_dir():  # a new adapter adds nothing
         found.append(Stored(run.initial, tuple(version for version in published if version.step == 0)))
-    for folder, step in _candidates(run, lora if config.adapter_rank else None):
+    for folder, step in _candidates(run, lora, policy if config.policies else ""):
         own = folder_fingerprint(folder) if config.adapter_rank else Contents.of(_weights(config, folder), dtype).fingerprint
         versions = tuple(version for version in published if version.fingerprint == own)
         expected = [str(version) for version in published if version.step == (last if step is None else step)]
@@ -154,7 +170,6 @@ def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> 
             found.append(Stored(folder, versions))
         elif expected:  # the run may have ended before it published a checkpoint's weights
             strangers.append(f"{folder} holds weights that were never published; {expected[-1]} was expected there")
-    return found, strangers
 
 
 def _lora(config: RunConfig) -> LoraSettings | None:

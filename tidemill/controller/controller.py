@@ -65,7 +65,7 @@ class Controller:
     hooks: Hooks = field(default_factory=Hooks)
     gate: Gate = field(default_factory=Gate)
     restored: list[Group | tuple[int, Task]] = field(default_factory=list)  # of a resumed run: finished, or in flight
-    policies: Sequence[str] = ("policy",)  # that are trained; the first one is evaluated
+    policies: Sequence[str] = ("policy",)  # that are trained
     versions: dict[PolicyKey, Version] = field(default_factory=dict)  # those that were published
     learn: Callable[[Group], None] = lambda group: None  # called with each recorded group; `task_at` may depend on it
     again: Callable[[int], Sequence[Group]] = lambda step: ()  # groups of earlier steps that a step trains once more
@@ -142,10 +142,10 @@ class Controller:
         """Wait for a new trainer with the weights of the steps done. Meanwhile rollouts go on as far as there are slots."""
         if self.hooks.restart is None:
             raise lost
-        served = self.publisher.withdraw()
-        if served is not None and served.key not in self.versions:  # some engines may have committed it, and sample from it
-            self.versions[served.key] = served
-            self.ledger.publish(served)
+        for served in self.publisher.withdraw():
+            if served.key not in self.versions:  # some engines may have committed it, and sample from it
+                self.versions[served.key] = served
+                self.ledger.publish(served)
         with self.timeline.phase("restart"), waiting("the trainer", "its restart"):
             await self.turns.of_new_trainer()
             self.incarnation, self._saved = await self.hooks.restart(lost, self.step)
@@ -355,12 +355,12 @@ class Controller:
             self.observer.published(version)
             served.append(version)
         await self.turns.engines()
-        await self.hooks.served(served[0])
+        await self.hooks.served(served)
         await self.buffer.release(self._owed)  # groups admitted from here on begin with these weights
         self._owed = 0
         due = step == self.schedule.steps or self._due(step, self.schedule.eval_every)
         if self.hooks.evaluate and due and self._evaluated < step:
-            results = await self.hooks.evaluate(served[0])
+            results = await self.hooks.evaluate(served)
             self._evaluated = step
             self.ledger.evaluation(step, results)
             self.observer.evaluated(step, results)

@@ -1,6 +1,6 @@
 """The engine pool: members that join, serve and leave, behind one engine for each group.
 
-    join    joining -> its update to the version in force is verified -> serving
+    join    joining -> its updates to the versions in force are verified -> serving
     drain   serving -> draining: no new request -> its requests ended, or were handed over -> gone
     loss    any state -> lost: its requests are asked of others; the supervisor lets a new member join
     sleep   all members at once: they keep their requests, and answer them after `wake`
@@ -8,7 +8,8 @@
 A group's requests go to one member as long as that serves, because it holds their prefix in its cache. Then all of them
 move to one other member. A publication goes to the members that serve at that moment, and ends when each has named the
 fingerprint that was sent. Only then are slots released, which is what the lag bound counts on. Joining takes the same
-lock, so a member never samples from a version older than the one in force when it began to serve.
+lock, so a member never samples from a version older than the one in force when it began to serve. A run of several policies
+publishes one after the other; one version of each is in force.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from enum import StrEnum
 from typing import NoReturn, TypeVar
 
 from tidemill.controller.first_cause import GRACE_S
+from tidemill.controller.updates_in_force import UpdatesInForce
 from tidemill.controller.weight_delivery import LOST, Delivery, SenderLost
 from tidemill.core.errors import PolicyMismatch, WeightsMoved
 from tidemill.core.interfaces import Capabilities, Engine, Trainer
@@ -80,13 +82,12 @@ class EnginePool:
         self._lost: Callable[[str, str], None] | None = None
         self._changed = asyncio.Event()  # set, and replaced by a new one, at each change
         self._committing = asyncio.Lock()  # bounded: held for updates, which have deadlines
-        self._published: WeightUpdate | None = None
-        self._trainer: Trainer | None = None  # that published it, and sends it again to members that join
+        self._updates = UpdatesInForce()
+        self._trainer: Trainer | None = None  # that published them, and sends them again to members that join
         self._delivery = Delivery()
         self._asleep_since: float | None = None  # by the event loop's clock; None: awake
         self._slept = 0.0  # seconds, in sleeps that are over
         self._all_asleep = False
-        self._withdrawn = False  # its weights are gone: members join with the next version
         self.context = 0  # tokens that every engine that serves can hold; the last known figure while none does
         self._tell()
 
@@ -101,9 +102,9 @@ class EnginePool:
         return [member.engine for member in self._members.values() if member.state is not MemberState.JOINING]
 
     @property
-    def in_force(self) -> Version | None:
-        """The version that the members serve, or commit just now."""
-        return self._published and self._published.version
+    def in_force(self) -> list[Version]:
+        """The versions that the members serve, or commit just now: one of each policy that was published."""
+        return self._updates.versions
 
     def supervised(self, lost: Callable[[str, str], None]) -> None:
         """Report lost members to `lost(name, reason)` instead of raising. The supervisor lets new ones join."""
@@ -126,24 +127,26 @@ class EnginePool:
         """Have every member that serves, at least one, commit this version.
 
         trainer: sends it, if it is live; to members that join later, too, as long as it has these weights. Raises
-        PolicyMismatch when one reports another version, and when a later step is in force.
+        PolicyMismatch when one reports another version, and when a later step of its policy is in force. Of several policies
+        only the last one of a step waits until a member serves, because the first one to join needs all of them.
         """
         async with self._committing:
-            if self.in_force is not None and published.version.step < self.in_force.step:
-                raise PolicyMismatch(f"{published.version} would follow {self.in_force}: engines never step back")
-            self._published, self._trainer, self._withdrawn = published, trainer, False
+            self._updates.begin(published)
+            self._trainer = trainer
             self._tell()
             try:
-                self._bring_on(await self._delivery.bring(published, self._serving(), trainer, self._lose), published)
+                brought = await self._delivery.bring(published, self._serving(), trainer, self._lose)
+                self._updates.replace(brought, published)
             except SenderLost as lost:
                 assert lost.__cause__ is not None
                 raise lost.__cause__ from None
-        await self._until_one_serves()  # when all were lost: the first one to join has committed this version
+        if self._updates.of_one_step:
+            await self._until_one_serves()  # when all were lost: the first one to join has committed these versions
         return published.version
 
-    def withdraw(self) -> Version | None:
+    def withdraw(self) -> list[Version]:
         """See `interfaces.Publisher`."""
-        self._withdrawn = self._published is not None
+        self._updates.withdraw()
         self._tell()
         return self.in_force
 
@@ -170,21 +173,20 @@ class EnginePool:
         return self._slept + (0.0 if since is None else asyncio.get_running_loop().time() - since)
 
     def restore(self, update: WeightUpdate) -> None:
-        """Let members join with the version in force again: another trainer came to the same weights."""
-        assert update.version == self.in_force
-        self._published, self._withdrawn = update, False
+        """Let members join with a version in force again: another trainer came to the same weights."""
+        self._updates.restore(update)
         self._tell()
 
     async def join(self, member: Member) -> None:
-        """Bring a started engine to the version in force; from then on it serves.
+        """Bring a started engine to the versions in force; from then on it serves.
 
-        Raises what its update raises, and PolicyMismatch if it serves another version; it is then no member.
+        Raises what its updates raise, and PolicyMismatch if it serves another version; it is then no member.
         """
         if member.name in self._members:
             raise ValueError(f"{member.name} is in the pool already: a new member needs a name of its own")
-        self._members[member.name] = member
+        self._members[member.name], brought = member, dict[str, Version]()
         try:
-            while (gone := await self._caught_up(member)) is not None:
+            while (gone := await self._caught_up(member, brought)) is not None:
                 await self._follows(gone)
         except BaseException:
             self._remove(member, MemberState.LOST)
@@ -264,7 +266,7 @@ class EnginePool:
 
     async def _follows(self, gone: WeightUpdate) -> None:
         """Wait for weights after these, or for these once more from another trainer."""
-        await self._until(lambda: not self._withdrawn and self._published is not gone, "the trainer", "the next version")
+        await self._until(lambda: self._updates.follows(gone), "the trainer", "the next version")
 
     async def _until(self, condition: Callable[[], bool], peer: str, what: str) -> None:
         if not condition():
@@ -285,32 +287,34 @@ class EnginePool:
         except LOST as loss:
             self._lose(member, loss)
 
-    async def _caught_up(self, member: Member) -> WeightUpdate | None:
-        """Bring a joining member to the version in force. Returns that if its weights are gone."""
+    async def _caught_up(self, member: Member, brought: dict[str, Version]) -> WeightUpdate | None:
+        """Bring a joining member to the versions in force. Returns one of them if its weights are gone.
+
+        brought: the versions that it has had so far, by policy; kept up to date.
+        """
         async with self._committing:  # after a publication that is under way
-            if self._withdrawn:
-                return self._published
-            if self._published is not None:
-                try:
-                    told = self._published
-                    self._bring_on(await self._delivery.bring(told, [member], self._trainer, _raise), told)
-                except WeightsMoved:
-                    return self._published  # the next version is on its way
-                except (PolicyMismatch, SenderLost):
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(GRACE_S):
-                            await self._until(lambda: self._withdrawn, "the trainer", "its end")
-                    if not self._withdrawn:
-                        raise
-                    return self._published
+            for told in self._updates.lacking(brought):
+                if self._updates.is_gone(told) or not await self._brought(member, told):
+                    return told
+                brought[told.version.policy] = told.version
             if self._asleep_since is not None:
                 await member.engine.sleep(weights=True)
             return None
 
-    def _bring_on(self, update: WeightUpdate, instead_of: WeightUpdate) -> None:
-        """Bring later members the version in force by this update."""
-        if self._published is instead_of:
-            self._published = update
+    async def _brought(self, member: Member, told: WeightUpdate) -> bool:
+        """Bring a joining member to a version; False if its weights are gone, and the next version is to be waited for."""
+        try:
+            self._updates.replace(await self._delivery.bring(told, [member], self._trainer, _raise), told)
+        except WeightsMoved:
+            return False  # the next version is on its way
+        except (PolicyMismatch, SenderLost):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await self._until(lambda: self._updates.is_gone(told), "the trainer", "its end")
+            if not self._updates.is_gone(told):
+                raise
+            return False
+        return True
 
     def _lose(self, member: Member, loss: Exception) -> None:
         if member.state in (MemberState.GONE, MemberState.LOST):
@@ -381,5 +385,5 @@ class PoolPublisher:
             self._tell(served, published.note)
         return served
 
-    def withdraw(self) -> Version | None:
+    def withdraw(self) -> list[Version]:
         return self._pool.withdraw()

@@ -1,6 +1,6 @@
-"""Greedy evaluation on held-out tasks, pinned to one version of the policy.
+"""Greedy evaluation on held-out tasks, pinned to one version of each policy.
 
-Every token of an evaluation comes from the version that is evaluated.
+Every token of an evaluation comes from a version that is evaluated.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ class Evaluator:
         self._pool, self._episodes, self._seed = pool, greedy(episodes), seed
         self._runs = itertools.count()
 
-    async def __call__(self, tasks: Sequence[Task], version: Version | None = None) -> Metrics:
-        """Metrics over `tasks`: see `summary`. Raises PolicyMismatch when a token is not of `version`."""
+    async def __call__(self, tasks: Sequence[Task], versions: Sequence[Version] | None = None) -> Metrics:
+        """Metrics over `tasks`: see `summary`. Raises PolicyMismatch when a token is of none of these versions.
+
+        versions: one of each policy; None: any.
+        """
         groups = await self.groups(tasks)
         for t in (t for group in groups for t in group.trajectories):
-            if version is not None and any(source != version for source in t.sources):
-                raise PolicyMismatch(f"evaluation of {version} met tokens of {', '.join(map(str, t.sources))}")
+            if versions is not None and any(source not in versions for source in t.sources):
+                evaluated, met = (", ".join(map(str, each)) for each in (versions, t.sources))
+                raise PolicyMismatch(f"evaluation of {evaluated} met tokens of {met}")
         return summary(groups) | by_environment(groups)
 
     async def groups(self, tasks: Sequence[Task]) -> list[Group]:

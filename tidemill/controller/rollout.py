@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tidemill.controller.engine_pool import EnginePool, Route
@@ -31,6 +31,7 @@ from tidemill.core.types import (
     Task,
     Trajectory,
     Unscorable,
+    Version,
 )
 from tidemill.envs.bounded_await import bounded
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
@@ -54,6 +55,8 @@ class EpisodeSetup:
     vocab: int | None = None  # tokens that the model knows
     extras: tuple[TokenExtra, ...] = ()  # recorded for each token, because training reads them
     paused_s: Callable[[], float] = lambda: 0.0  # seconds so far in which engines slept; episodes are not charged for them
+    policies: Mapping[str, str] = field(default_factory=dict[str, str])  # by environment; "": of every other one
+    frozen: Mapping[str, Version] = field(default_factory=dict[str, Version])  # that environments may ask, by policy
 
     def within(self, context: int) -> EpisodeSetup:
         """The setup with at most this context, that of the engines which serve now."""
@@ -66,7 +69,8 @@ class EpisodeSetup:
 
         An attempt that is lost with its worker, perhaps by a sibling's fault, is begun anew with the same seeds, once.
         """
-        how: dict[str, Any] = {"context": self.context, "vocab": self.vocab, "extras": self.extras}
+        how: dict[str, Any] = {"context": self.context, "vocab": self.vocab, "extras": self.extras, "frozen": self.frozen}
+        how["policy"] = self.policies.get(task.env, self.policies.get("", "policy"))
         chat = EpisodeChat(engine, self.tokenizer, self.params, **how, key=key, seeds=seeds, sample=sample)
         finish: Finish | None = None
         outcome: Outcome | None

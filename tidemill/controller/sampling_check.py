@@ -78,7 +78,7 @@ async def compare_sampling(
     context: tokens that a sequence may hold; prompts are cut to it, and so are replies if it is as short as one.
     """
     asked = replace(params, max_tokens=DEPTH, stop_ids=(), ignore_eos=True)
-    report = SamplingReport()
+    report, forward = SamplingReport(), _of_policy(forward, policy)
     for number, prompt in enumerate(_prompts(vocab, seed, max(1, context - DEPTH))):
         seeds = [derive_seed("sampling check", seed, number, i) for i in range(SEEDS)]
         requests = [GenerateRequest(prompt, replace(asked, seed=each), policy) for each in seeds]
@@ -90,6 +90,11 @@ async def compare_sampling(
         if asked.temperature > 0:
             await _compare_frequencies(report, forward, prompt, replies, asked.temperature, vocab)
     return report
+
+
+def _of_policy(forward: Forward, policy: str) -> Forward:
+    """The trainer's forward pass with rows of this policy."""
+    return lambda rows: forward([replace(row, policy=policy) for row in rows])
 
 
 async def check_sampling(

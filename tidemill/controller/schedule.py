@@ -43,7 +43,7 @@ class Schedule:
     barren: int = 100  # the run stops when this many times a step's groups are dropped in a row
 
 
-async def nothing(version: Version) -> None:
+async def nothing(served: Sequence[Version]) -> None:
     """Do nothing."""
 
 
@@ -51,7 +51,8 @@ async def nothing(version: Version) -> None:
 class Hooks:
     """Functions that the loop awaits at set points. None: nothing is done there."""
 
-    evaluate: Callable[[Version], Awaitable[Metrics]] | None = None
+    # the versions that all engines serve, one of each policy -> metrics
+    evaluate: Callable[[Sequence[Version]], Awaitable[Metrics]] | None = None
     # (steps done, next admission id) -> once the state is copied, the coroutine that writes it while training goes on
     checkpoint: Callable[[int, int], Awaitable[Coroutine[Any, Any, None]]] | None = None
     # raises PolicyMismatch, before the update, if engines and trainer disagree on what the present version sampled
@@ -60,4 +61,4 @@ class Hooks:
     ends: Callable[[], Coroutine[Any, Any, NoReturn]] | None = None  # raises PeerLost when the trainer's process ends
     # (why the trainer is lost, steps done) -> once a new one has their weights: its incarnation, step of its checkpoint
     restart: Callable[[PeerLost, int], Awaitable[tuple[int, int]]] | None = None  # None: a lost trainer ends the run
-    served: Callable[[Version], Awaitable[None]] = nothing  # with what all engines serve, before slots are released for it
+    served: Callable[[Sequence[Version]], Awaitable[None]] = nothing  # with what engines serve, before slots are released

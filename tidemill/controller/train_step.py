@@ -31,6 +31,7 @@ class Begun:
     losses: dict[str, LossSpec] | None = None  # of the samples
     logprobs: list[Array] = field(default_factory=list)  # from the passes
     sums: Counter[str] = field(default_factory=Counter)  # metrics of the passes
+    drops: bool = False  # one of the passes dropped inputs
 
     async def ask(self, trainer: Trainer, algorithm: Algorithm, groups: Sequence[Group], step: int) -> None:
         """Add the rows of more groups, and the logprobs that the algorithm asks for."""
@@ -56,6 +57,17 @@ class Begun:
         result = await trainer.forward_backward(samples, losses)
         self.logprobs += result.logprobs
         self.sums.update(result.metrics)
+        self.drops |= result.drops
+
+    def served(self, samples: Sequence[Sample]) -> list[Array]:
+        """The logprobs of these samples, which were trained, under the weights that were served.
+
+        Passes that dropped inputs have others: then those are returned that were computed before, where there are any.
+        """
+        if not self.drops:
+            return self.logprobs
+        both = zip(samples, self.logprobs, strict=True)
+        return [passed if sample.old_logprobs is None else sample.old_logprobs for sample, passed in both]
 
     def check(self, prepared: PreparedStep) -> None:
         """Verify that the part trained so far is the beginning of the whole step's samples."""
@@ -107,11 +119,11 @@ async def train_on(
     for number, update in enumerate(prepared.updates):
         passes = begun if number == 0 else Begun()
         await passes.train(trainer, update.samples[len(passes.samples) :], prepared.losses)
-        result = TrainResult({}, passes.logprobs)
+        result = TrainResult({}, passes.served(update.samples))
         sums.update(passes.sums)
         if number == 0 and before_update is not None:
             await before_update(update, result)
-        metrics = await trainer.apply(update.scale)
+        metrics |= await trainer.apply(update.scale)  # of several policies, only some may have a further update
     counts = {"streamed": float(early), "replayed": float(len(again))}
     metrics = metrics | {name: count for name, count in counts.items() if count}
     if len(prepared.updates) > 1:  # later passes used weights that the step did not begin with

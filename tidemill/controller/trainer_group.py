@@ -105,7 +105,8 @@ class TrainerGroup:
         for each in found:
             for name, value in each.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + value
-        return TrainResult(metrics, _in_order(dealt, [each.logprobs for each in found], len(samples)))
+        logprobs = _in_order(dealt, [each.logprobs for each in found], len(samples))
+        return TrainResult(metrics, logprobs, any(each.drops for each in found))
 
     async def apply(self, scale: float) -> Metrics:
         return (await self._all(lambda i, rank: rank.apply(scale)))[0]

@@ -11,7 +11,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -189,7 +189,7 @@ def _locate(kind: type[Config], path: list[str], unknown: bool) -> tuple[list[st
 
     unknown: the path ends with a key that is not known, perhaps called as a tag is.
     """
-    candidates, keys = [kind], []
+    candidates, keys, named = [kind], [], False  # named: the next key is a name of the user's, as in `policies.NAME`
     known: list[str] = []
     for place, part in enumerate(path, start=1):
         tagged = [c for c in candidates if "kind" in c.model_fields and c.model_fields["kind"].default == part]
@@ -199,10 +199,13 @@ def _locate(kind: type[Config], path: list[str], unknown: bool) -> tuple[list[st
         if part in ("alone", "several") and len(candidates) > 1:  # tags of the union of one environment and a list of them
             continue
         keys.append(part)
-        if part.isdecimal():  # a place in a list
+        if named or part.isdecimal():  # a place in a list
+            named = False
             continue
         known = sorted({name for c in candidates for name in c.model_fields})
-        candidates = [m for c in candidates if part in c.model_fields for m in tables_of(c.model_fields[part].annotation)]
+        annotations = [c.model_fields[part].annotation for c in candidates if part in c.model_fields]
+        named = any(get_origin(each) is dict for each in annotations)
+        candidates = [table for each in annotations for table in tables_of(each)]
     return keys, known
 
 
@@ -213,7 +216,8 @@ def _homes(kind: type[Config], name: str, under: str = "") -> list[str]:
         if field == name:
             found.append(under + field)
         elif tables := tables_of(about.annotation):
-            first, *others = (_homes(table, name, f"{under}{field}.") for table in tables)
+            inner = f"{under}{field}.NAME." if get_origin(about.annotation) is dict else f"{under}{field}."
+            first, *others = (_homes(table, name, inner) for table in tables)
             found += [home for home in first if all(home in other for other in others)]
     return found
 

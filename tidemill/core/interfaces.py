@@ -46,6 +46,7 @@ class Capabilities:
     extras: tuple[TokenExtra, ...] = ()  # returned where a request names them; with MODEL_LOGPROBS: alternatives, too
     constraint: bool = False  # a reply can be held to a grammar: `GenerateRequest.constraint`
     sleep: bool = False  # `sleep` and `wake` work
+    policies: bool = False  # it can serve several policies side by side
     proof: Literal["served", "received", "none"] = "served"  # what the fingerprint of `update` was computed over
     updates: UpdateSupport = field(default_factory=UpdateSupport)  # of the transport, too, that it was built with
     receivers: int = 1  # processes that receive a live update: one for each tensor-parallel rank
@@ -126,7 +127,7 @@ class Engine(Sampler, Protocol):
 @runtime_checkable
 class Trainer(Protocol):
     async def forward(self, samples: list[Sample], policy: str = "policy") -> list[Array]:
-        """[T] float32 logprobs of each sample, at its temperature, by "policy" or by "reference"."""
+        """[T] float32 logprobs of each sample, at its temperature, by "policy" (its own, `Sample.policy`) or "reference"."""
         ...
 
     async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
@@ -207,6 +208,14 @@ class Chat(Protocol):
         slower."""
         ...
 
+    async def ask(self, policy: str, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> str:
+        """Ask a frozen policy of the run in a conversation of its own, and return its reply.
+
+        It is sampled as the episode's replies are, greedily in an evaluation. Nothing of it is recorded in the trajectory or
+        trained. Raises ValueError for a policy that the run does not serve, or that it trains.
+        """
+        ...
+
 
 @runtime_checkable
 class Environment(Protocol):
@@ -280,13 +289,13 @@ class Publisher(Protocol):
     """Carries a version from the trainer to every engine."""
 
     async def publish(self, version: Version) -> Version:
-        """Returns, with its fingerprint, the version that every engine now serves."""
+        """Returns, with its fingerprint, the version of its policy that every engine now serves."""
         ...
 
-    def withdraw(self) -> Version | None:
-        """The trainer is lost, and what it published cannot be read any more: engines that start wait for the next version.
+    def withdraw(self) -> list[Version]:
+        """The trainer is lost, and what it published cannot be read any more: engines that start wait for the next versions.
 
-        Returns the version published last, which some or all engines serve.
+        Returns the version of each policy that was published last, which some or all engines serve.
         """
         ...
 

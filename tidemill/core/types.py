@@ -347,6 +347,7 @@ class TrainResult:
 
     metrics: Metrics  # sums over trained tokens; "tokens" is their count
     logprobs: list[Array]  # each [T] float32, at the sample's temperature; 0 at position 0
+    drops: bool = False  # the passes dropped inputs at random, so that logprobs are not the served policy's
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from tidemill.core.config import Config
+from tidemill.core.errors import ConfigError
 from tidemill.core.registry import KindSettings, Registry
 from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateSupport
@@ -76,6 +77,10 @@ class EngineSpec(Config):
     sleeps: bool = False  # it sleeps before each update, so it needs no memory for weights beside those it serves
     adapter_rank: int = 0  # highest rank of the adapters that its versions are; 0: they are whole weights
     base_dtype: BaseDtype = "float32"  # numbers of the model that these adapters are added to
+    policies: tuple[str, ...] = ()  # trained policies that it serves side by side, as adapters; (): it serves one policy
+    frozen: dict[str, Path] = Field(
+        default_factory=dict
+    )  # policies beside them that nothing updates, and their PEFT folders
     core_share: CoreShare | None = None  # None: its cores are its own
     profile: Path | None = None  # folder for `operator_profiler`
     logs: Path | None = None  # folder for the log of a server that this engine starts
@@ -85,8 +90,27 @@ class EngineSpec(Config):
         """The version of the folder's weights: 0 unless others are to be published."""
         return Version(0) if self.transport is None else UNPUBLISHED
 
+    @property
+    def side_by_side(self) -> bool:
+        """True for an engine that serves several policies at once."""
+        return bool(self.policies or self.frozen)
+
+    def expect_one_policy(self) -> None:
+        """Raise ConfigError for several policies, which an engine of this kind does not serve."""
+        if self.side_by_side:
+            names = ", ".join([*self.policies, *self.frozen])
+            raise ConfigError(
+                f"engine.kind = {self.engine.kind_name!r} serves one policy, and is to serve {names}: "
+                "set engine.kind = 'native', which serves several side by side, or leave out `policies`"
+            )
+
+    @property
+    def adapters(self) -> bool:
+        """True for an engine whose versions are adapters."""
+        return self.adapter_rank > 0 or self.side_by_side
+
     def takes(self, carried: UpdateSupport | None) -> UpdateSupport:
         """The updates of this engine. carried: those that its receiver takes; None: it has no receiver."""
         if carried is None:
             return UpdateSupport(())
-        return UpdateSupport(("adapter",) if self.adapter_rank else ("full", "delta"), several_parts=True).both(carried)
+        return UpdateSupport(("adapter",) if self.adapters else ("full", "delta"), several_parts=True).both(carried)

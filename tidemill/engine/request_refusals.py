@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -34,10 +34,10 @@ def check_exact(params: SamplingParams, engine: str) -> None:
     refuse_asked(engine, {"min_tokens, penalties and logit_bias": params.adjusted})
 
 
-def check_policy(policy: str, served: Version, engine: str) -> None:
-    """Raise ValueError unless `policy` is the one that is served."""
-    if policy != served.policy:
-        raise ValueError(f"policy {policy!r} is not served here: engine {engine} serves {served.policy!r}")
+def check_policy(policy: str, served: Collection[str], engine: str) -> None:
+    """Raise ValueError unless `policy` is among those that are served."""
+    if policy not in served:
+        raise ValueError(f"policy {policy!r} is not served here: engine {engine} serves {', '.join(map(repr, served))}")
 
 
 def check_temperature(temperature: float) -> None:

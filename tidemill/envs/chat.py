@@ -12,12 +12,12 @@ import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tidemill.core.attempt_checks import check_row
-from tidemill.core.errors import ContextFull, EpisodeOver, Exceeds
+from tidemill.core.errors import ContextFull, EpisodeOver, Exceeds, PolicyMismatch
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import Sampler
 from tidemill.core.seeding import derive_seed
@@ -34,11 +34,14 @@ from tidemill.core.types import (
     SamplingParams,
     Support,
     Trajectory,
+    Version,
 )
+from tidemill.envs.frozen_policies import FrozenPolicies, reply_text
 from tidemill.models.chat_template import Messages, as_messages
 from tidemill.models.conversations import renderer, too_long, unknown_token
 from tidemill.models.tokenizer import Tokenizer
 
+T = TypeVar("T")
 HERE = 10_000  # a message of at most so many characters is tokenized on the event loop: that takes milliseconds
 
 
@@ -63,13 +66,18 @@ class EpisodeChat:
         sample: int = 0,
         vocab: int | None = None,
         extras: Sequence[TokenExtra] = (),
+        frozen: Mapping[str, Version] | None = None,
     ) -> None:
         """params: with the stop ids; its seed is replaced. context: the limit in tokens. key: the episode's in the engine.
 
-        seeds: from turn 0, 1, ... to its seed. vocab: size of the vocabulary. extras: recorded for each token."""
+        seeds: from turn 0, 1, ... to its seed. vocab: size of the vocabulary. extras: recorded for each token. frozen:
+        policies that `ask` may name, with the versions that are served of them."""
         self._engine, self._tokenizer, self._params, self._context = engine, tokenizer, params, context
         self._key, self._seeds, self._policy, self._sample = key, seeds, policy, sample
         self._vocab, self._extras = vocab, extras
+        limits: dict[str, Any] = {"own": policy, "context": context, "vocab": vocab}
+        self._frozen = FrozenPolicies(frozen or {}, tokenizer, params, **limits)
+        self._asked = 0  # replies of frozen policies so far
         self._renderer = renderer(tokenizer, context)
         self._given: list[Array] = []  # the tokens of each turn's message
         self._replies: list[Completion] = []  # the policy's reply to each message
@@ -106,11 +114,31 @@ class EpisodeChat:
         self._busy = True
         try:
             messages = as_messages(message)
-            large = sum(len(str(each.get("content") or "")) for each in messages) > HERE
-            added = await in_thread(self._added, messages) if large else self._added(messages)
+            added = await _tokenized(messages, lambda: self._added(messages))
             text = await self._turn(added, count_of(max_tokens), bool(last))
             self._said += [*map(_heard, messages), Said("assistant", text, policy=True)]
             return text
+        finally:
+            self._busy = False
+
+    async def ask(self, policy: str, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> str:
+        """Ask a frozen policy of the run in a conversation of its own: see `interfaces.Chat`.
+
+        Raises PolicyMismatch, which ends the run, when another version than the frozen one answers.
+        """
+        assert not self._busy, "one reply at a time: await the one before"
+        if self._over is not None and self._over.finish is Finish.CANCELLED:
+            raise self._over
+        self._busy = True
+        try:
+            messages, most = as_messages(message), count_of(max_tokens)
+            seed = derive_seed(self._seeds(self.turns), "ask", self._asked)
+            request = await _tokenized(messages, lambda: self._frozen.request(policy, messages, self._key, seed, most))
+            reply = await self._sampled(request, lambda reply: self._frozen.check(policy, reply))
+            self._asked += 1
+            if reply.finish is Finish.CANCELLED:
+                raise self._cancelled()
+            return reply_text(self._tokenizer, reply)
         finally:
             self._busy = False
 
@@ -168,24 +196,37 @@ class EpisodeChat:
         tokens = np.concatenate([self._tokens(), added])
         limit = min(max_tokens or self._params.max_tokens, self._context)  # `max_tokens` may be any large number
         params = replace(self._params, seed=self._seeds(self.turns), max_tokens=limit, last=last)
-        try:
-            asked = GenerateRequest(tokens, params, self._policy, self._key, extras=tuple(e.name for e in self._extras))
-            reply = await self._engine.generate(asked)
-            reply.extras = taken(self._extras, reply.extras, len(reply.tokens), reply.engine)
-        except Exception as error:
-            self.failure = error
-            raise
+        asked = GenerateRequest(tokens, params, self._policy, self._key, extras=tuple(e.name for e in self._extras))
+        reply = await self._sampled(asked, self._taken)
         self._given.append(added)
         self._replies.append(reply)
         self._cut = {CUT_AT: float(limit), OWN_LIMIT: float(max_tokens is not None)} if reply.finish is Finish.LENGTH else {}
         if reply.finish is Finish.CANCELLED:
-            self._over = EpisodeOver(Finish.CANCELLED, "the episode was cancelled")
-            raise self._over
+            raise self._cancelled()
         if reply.finish is Finish.CONTEXT:
             self._over = ContextFull(Finish.CONTEXT, too_long(self.length, self._context, "the conversation"))
-        spoken = reply.tokens[:-1] if reply.finish is Finish.STOP else reply.tokens
-        self._text = self._tokenizer.decode(spoken.tolist(), skip_special_tokens=True)
+        self._text = reply_text(self._tokenizer, reply)
         return self._text
+
+    async def _sampled(self, request: GenerateRequest, check: Callable[[Completion], None]) -> Completion:
+        """The engine's reply, checked. What is raised here is no fault of the environment."""
+        try:
+            reply = await self._engine.generate(request)
+            check(reply)
+        except Exception as error:
+            self.failure = error
+            raise
+        return reply
+
+    def _taken(self, reply: Completion) -> None:
+        """Check that the episode's own policy sampled a reply, and keep the token extras that are recorded."""
+        if strangers := [source for source in reply.sources if source.policy != self._policy]:
+            raise PolicyMismatch(f"policy {self._policy!r} was asked, and {strangers[0].exact} answered")
+        reply.extras = taken(self._extras, reply.extras, len(reply.tokens), reply.engine)
+
+    def _cancelled(self) -> EpisodeOver:
+        self._over = EpisodeOver(Finish.CANCELLED, "the episode was cancelled")
+        return self._over
 
     def _tokens(self) -> Array:
         pieces = [p for given, reply in zip(self._given, self._replies, strict=True) for p in (given, reply.tokens)]
@@ -216,6 +257,12 @@ def count_of(max_tokens: Any) -> int | None:
     if count is not None and count < 1:
         raise ValueError(f"max_tokens={count}: expected a whole number >= 1, or None for the recipe's rollout.max_tokens")
     return count
+
+
+async def _tokenized(messages: Messages, work: Callable[[], T]) -> T:
+    """Do `work`, which tokenizes these messages: in a thread if they are long."""
+    large = sum(len(str(each.get("content") or "")) for each in messages) > HERE
+    return await in_thread(work) if large else work()
 
 
 def _heard(message: Mapping[str, Any]) -> Said:

@@ -66,6 +66,13 @@ def check_weights(key: str, names: str | tuple[str, ...], weights: tuple[float, 
         raise ValueError(f"reward_weights has {len(weights)} weights, and {key} {len(names)} rewards: give one for each")
 
 
+def whole_algorithm(given: Any) -> Any:
+    """An algorithm's table with every default filled in, as the recipe's own `algorithm` is; {} for none."""
+    if isinstance(given, dict):
+        given = {"name": "grpo", **given} if given else None
+    return {} if given is None else dump(build(AlgorithmSettings, {"name": given} if isinstance(given, str) else given))
+
+
 class OneOf(Config):
     """Settings of an environment that is one of several; unused when it is the only one."""
 
@@ -75,13 +82,14 @@ class OneOf(Config):
         default={}, description="Algorithm of this environment's groups alone: a preset or a table. Empty: the recipe's"
     )
 
+    policy: str = Field(
+        default="", description="Policy that plays it, one of the trained ones in `policies`. Empty: the only trained one"
+    )
+
     @field_validator("algorithm", mode="before")
     @classmethod
     def _resolved(cls, given: Any) -> Any:
-        """The algorithm with every default filled in, as the recipe's own `algorithm` is."""
-        if isinstance(given, dict):
-            given = {"name": "grpo", **given} if given else None
-        return {} if given is None else dump(build(AlgorithmSettings, {"name": given} if isinstance(given, str) else given))
+        return whole_algorithm(given)
 
     @property
     def own_algorithm(self) -> AlgorithmSettings | None:
@@ -237,7 +245,8 @@ def parse_env(value: Any) -> Any:
         return _several([_one(each) for each in value])
     value = _one(value)
     given = value if isinstance(value, Mapping) else {}
-    if idle := [key for key, field in OneOf.model_fields.items() if given.get(key, field.default) != field.default]:
+    of_several = {key: field.default for key, field in OneOf.model_fields.items() if key != "policy"}
+    if idle := [key for key, default in of_several.items() if given.get(key, default) != default]:
         raise ValueError(
             f"{idle[0]} = {given[idle[0]]!r} belongs to one of several environments: give env as a list of tables"
         )

@@ -39,7 +39,7 @@ class EpisodeAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplyRefused(msgspec.Struct, frozen=True, tag=True):
-    """No reply: the exception that `Chat.reply` raised, by the name of its class."""
+    """No reply: the exception that `Chat.reply` or `Chat.ask` raised, by the name of its class."""
 
     turn: int
     kind: str
@@ -48,10 +48,13 @@ class ReplyRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
+    """A request for a reply: of the policy that plays, or of a frozen one in a conversation of its own."""
+
     turn: int
     message: Message
     max_tokens: int | None
     last: bool
+    policy: str = ""  # the frozen one; "": the one that plays
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tidemill.core import fault_injection
@@ -43,12 +43,22 @@ class RemoteChat:
         self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
     ) -> str:
         """Ask the controller's `EpisodeChat.reply`. Raises what it raises, and ValueError for other than plain data."""
+        return await self._asked(lambda turn: wire.Ask(turn, _message(message), count_of(max_tokens), bool(last)))
+
+    async def ask(self, policy: str, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> str:
+        """Ask the controller's `EpisodeChat.ask`. Raises what it raises, and ValueError for other than plain data."""
+        if not isinstance(policy, str) or not policy:
+            raise ValueError(f"chat.ask({policy!r:.80}): expected the name of a frozen policy of the run")
+        return await self._asked(lambda turn: wire.Ask(turn, _message(message), count_of(max_tokens), True, _text(policy)))
+
+    async def _asked(self, note: Callable[[int], wire.Ask]) -> str:
+        """Tell the controller a note, made for the next turn, and wait for its answer."""
         assert self._answer is None, "one reply at a time: await the one before"
         if self._channel.cancelled:
             raise asyncio.CancelledError("the episode was cancelled")
         fault_injection.reach(ROLE, "reply", self._channel.id)
         self._turn += 1
-        self._channel.tell(wire.Ask(self._turn, _message(message), count_of(max_tokens), bool(last)))
+        self._channel.tell(note(self._turn))
         self._answer = asyncio.get_running_loop().create_future()
         try:
             return await self._answer  # bounded: the controller cancels the episode at its deadline

@@ -53,7 +53,10 @@ class EpisodeReplies:
         if before is not None and not before.done():
             await asyncio.wait({before})  # bounded: it was withdrawn and so is cancelled
         try:
-            text = await chat.reply(ask.message, max_tokens=ask.max_tokens, last=ask.last)
+            if ask.policy:
+                text = await chat.ask(ask.policy, ask.message, max_tokens=ask.max_tokens)
+            else:
+                text = await chat.reply(ask.message, max_tokens=ask.max_tokens, last=ask.last)
             call.tell(wire.EpisodeAnswer(ask.turn, text))
         except (EpisodeOver, ValueError) as error:  # an environment may catch these
             finish = error.finish if isinstance(error, EpisodeOver) else None

@@ -54,13 +54,7 @@ class AdaptedBase:
 
     def expect(self, update: WeightUpdate, engine: str) -> None:
         """Raise PolicyMismatch unless the update's adapter was trained on these weights."""
-        trained_on = update.base and update.base.fingerprint
-        if trained_on != self.contents.fingerprint:
-            raise PolicyMismatch(
-                f"{update.version} is an adapter of a base with fingerprint {trained_on}, and {engine} has loaded one with "
-                f"{self.contents.fingerprint}: give trainer and engines the same model folder and dtype "
-                "(engine.dtype, trainer.serving_dtype)"
-            )
+        expect_base(update, self.contents, engine)
 
     def merging(self, adapter: ReceivedAdapter, spare: Decoder, uploads: Uploads | None) -> Work[Contents]:
         """Fill the spare decoder with base and adapter; returns its contents, which are those of the sum.
@@ -112,6 +106,17 @@ class AdaptedBase:
                 at += len(rows)
             if sum(int(part) for part in words) % 2**64 != self.contents.words[name]:
                 raise PolicyMismatch(f"{name} of the frozen base has changed in memory since it was loaded")
+
+
+def expect_base(update: WeightUpdate, loaded: Contents, engine: str) -> None:
+    """Raise PolicyMismatch unless the update's adapter was trained on the weights that an engine has loaded."""
+    trained_on = update.base and update.base.fingerprint
+    if trained_on != loaded.fingerprint:
+        raise PolicyMismatch(
+            f"{update.version} is an adapter of a base with fingerprint {trained_on}, and {engine} has loaded one with "
+            f"{loaded.fingerprint}: give trainer and engines the same model folder and dtype "
+            "(engine.dtype, trainer.serving_dtype)"
+        )
 
 
 @torch.no_grad()

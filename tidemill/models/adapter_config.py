@@ -56,6 +56,7 @@ class AdapterConfig:
     dropout: float = 0.0  # while it is trained
     base: str = ""  # model that it was trained on
     base_dtype: BaseDtype = "float32"  # how its layers' matrices were held
+    task: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM"  # PEFT's word for what the model is; it changes no number
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -97,12 +98,19 @@ class AdapterConfig:
         if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
             kind = raw.get("peft_type") if isinstance(raw, dict) else type(raw).__name__
             raise UnsupportedModel(f"{path}: peft_type {kind!r:.80}; only 'LORA' is known")
+        if raw.get("task_type") == "SEQ_CLS":
+            raise UnsupportedModel(
+                f"{path}: task_type 'SEQ_CLS' is a reward model's adapter, which samples nothing; give a policy's, or the "
+                "merged reward model"
+            )
         for name, neutral in NEUTRAL.items():
             if name in raw and raw[name] not in neutral:
                 raise UnsupportedModel(
                     f"{path}: {name} = {raw[name]!r:.80} is not computed here; expected {name} = {neutral[0]!r}. Merge the "
                     "adapter into its model with PEFT (merge_and_unload), and give that model"
                 )
+        if (dropout := _number(path, raw, "lora_dropout", 0.0, float, least=0.0)) >= 1:
+            raise UnsupportedModel(f"{path}: lora_dropout = {dropout:g}, expected a number from 0, below 1")
         return cls(
             rank=_number(path, raw, "r", 8, int),
             alpha=_number(path, raw, "lora_alpha", 8, float),
@@ -112,7 +120,7 @@ class AdapterConfig:
             rslora=raw.get("use_rslora") is True,
             rank_pattern=_pattern(path, raw, "rank_pattern", int),
             alpha_pattern=_pattern(path, raw, "alpha_pattern", float),
-            dropout=_number(path, raw, "lora_dropout", 0.0, float, least=0.0),
+            dropout=dropout,
             base=str(raw.get("base_model_name_or_path") or ""),
         )
 
@@ -127,7 +135,7 @@ class AdapterConfig:
         targets = self.targets if isinstance(self.targets, str) else sorted(self.targets)
         fields: dict[str, Any] = {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": self.task,
             "base_model_name_or_path": self.base or None,
             "inference_mode": True,
             "r": self.rank,

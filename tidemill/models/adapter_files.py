@@ -19,6 +19,7 @@ from tidemill.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adap
 from tidemill.models.block_files import rank_files
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_files import file_slices
+from tidemill.models.hf_weights import SCORE
 from tidemill.models.lora import A, B, Factors, adapter_blocks, attach, merge
 from tidemill.models.quantised_base import load_served
 from tidemill.models.weight_slices import whole_tensors
@@ -102,11 +103,17 @@ def fill(decoder: Decoder, tensors: Mapping[str, Tensor], where: str) -> None:
         block.tensor.copy_(tensors[block.name][first : first + len(block.tensor)])
 
 
-def export_adapter(factors: Factors, config: AdapterConfig, folder: Path) -> None:
-    """Write whole adapters to a folder, in place of an earlier one, which appears when it is complete."""
+def export_adapter(factors: Factors, config: AdapterConfig, folder: Path, score: Tensor | None = None) -> None:
+    """Write whole adapters to a folder, in place of an earlier one, which appears when it is complete.
+
+    score: the head of a reward model, [1, D]; PEFT then reads the folder as one for sequence classification.
+    """
     named = {name.removesuffix("weight"): (a, b) for name, (a, b, _) in factors.items()}
+    tensors = {f"{m}{k}": t for m, pair in named.items() for k, t in zip((A, B), pair, strict=True)}
+    if score is not None:
+        tensors, config = {**tensors, SCORE: score}, replace(config, task="SEQ_CLS")
     with whole_folder(folder) as partial:
-        save_adapter({f"{m}{k}": t for m, pair in named.items() for k, t in zip((A, B), pair, strict=True)}, config, partial)
+        save_adapter(tensors, config, partial)
 
 
 def save_adapter(tensors: Mapping[str, Tensor], config: AdapterConfig, folder: Path) -> None:

@@ -43,9 +43,7 @@ def config_block(config: AdapterConfig, whole: bool = True) -> Slice:
 
 def folder_fingerprint(folder: str | Path) -> str:
     """The fingerprint under which the adapter of a folder is published. Raises UnsupportedModel if there is none."""
-    tensors = read_tensors(Path(folder))
-    config = config_block(AdapterConfig.from_folder(folder))
-    return fingerprint([config, *(Slice.whole(name, tensor) for name, tensor in tensors.items())])
+    return adapter_of_folder(folder).fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,16 @@ class ReceivedAdapter:
 
     config: AdapterConfig
     tensors: dict[str, Tensor]  # A and B by their names, whole
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint under which it is published."""
+        return fingerprint([config_block(self.config), *(Slice.whole(name, each) for name, each in self.tensors.items())])
+
+
+def adapter_of_folder(folder: str | Path) -> ReceivedAdapter:
+    """The adapter of a PEFT folder. Raises UnsupportedModel if there is none."""
+    return ReceivedAdapter(AdapterConfig.from_folder(folder), read_tensors(Path(folder)))
 
 
 def received_adapter(slices: Iterable[Slice], update: WeightUpdate, engine: str) -> ReceivedAdapter:

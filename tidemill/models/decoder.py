@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from tidemill.models.adapter_dropout import recomputing
 from tidemill.models.architecture import Architecture
 from tidemill.models.kernels.cpu.decode_pass import MATRICES, NORMS, DecodingWeights
 from tidemill.models.kernels.cpu.trained_kernels import Deferred, as_tensor, layer_kernels
@@ -160,7 +161,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             given = (x, cos, sin, attend, wanted if index == len(self.layers) - 1 else None)
             again = recomputed(index, checkpointing)
-            x = recompute(layer, *given, use_reentrant=False) if again else layer(*given)
+            x = recompute(layer, *given, use_reentrant=False, context_fn=recomputing) if again else layer(*given)
         return self.norm(x)
 
     @property

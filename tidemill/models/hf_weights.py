@@ -231,14 +231,15 @@ def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, *, throu
     return decoder
 
 
-def load_scored(folder: str | Path) -> tuple[Decoder, Tensor | None]:
+def load_scored(folder: str | Path, *, through: Through | None = None) -> tuple[Decoder, Tensor | None]:
     """(decoder, score [labels, D]) of a folder for sequence classification.
 
-    The score is None for a language model, whose head is not read. Raises UnsupportedModel as `load_folder` does.
+    The score is None for a language model, whose head is not read. through: as in `load_folder`. Raises UnsupportedModel as
+    that does.
     """
     folder = Path(folder)
     aside = {_HEAD: list[Tensor](), SCORE: list[Tensor]()}
-    decoder = _read(folder, replace(Architecture.from_folder(folder), tied=True), torch.float32, aside)
+    decoder = _read(folder, replace(Architecture.from_folder(folder), tied=True), torch.float32, aside, through)
     return decoder, next(iter(aside[SCORE]), None)
 
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from tidemill.core.errors import UnsupportedModel
 from tidemill.models.adapter_config import PROJECTIONS, AdapterConfig
-from tidemill.models.decoder import Decoder
+from tidemill.models.adapter_dropout import dropped_product, dropped_rows
+from tidemill.models.decoder import Decoder, Layer
 from tidemill.models.hf_weights import hf_blocks, stacked_modules
 from tidemill.models.local_shards import block_of, full
 from tidemill.models.served_linear import Linear
@@ -44,10 +45,13 @@ class Factor:
 class Adapter(nn.Module):
     """The adapters of the projections that are stacked in one matrix [N, K]."""
 
-    def __init__(self, factors: Sequence[Factor], inputs: int, beside: Tensor) -> None:
-        """beside: a tensor of the dtype and on the device that the adapters are to have."""
+    def __init__(
+        self, factors: Sequence[Factor], inputs: int, beside: Tensor, dropout: float = 0.0, last: bool = False
+    ) -> None:
+        """beside: a tensor of the dtype and on the device that the adapters are to have. dropout: share of its inputs that a
+        training pass drops. last: only tokens that predict something come to it, see `Decoder.forward`."""
         super().__init__()
-        self.factors = tuple(factors)
+        self.factors, self.dropout, self.last = tuple(factors), dropout, last
         kept = {"dtype": beside.dtype, "device": beside.device}
         self.a = nn.ParameterList(nn.Parameter(torch.empty(each.rank, inputs, **kept)) for each in factors)
         self.b = nn.ParameterList(nn.Parameter(torch.zeros(each.rows, each.rank, **kept)) for each in factors)
@@ -57,7 +61,8 @@ class Adapter(nn.Module):
         """out [n, N] plus what the adapters add for x [n, K]."""
         if self.off:
             return out
-        added = [F.linear(F.linear(x, a), b) * each.scale for each, a, b in zip(self.factors, self.a, self.b, strict=True)]
+        low = self._low(x)
+        added = [F.linear(h, b) * each.scale for each, h, b in zip(self.factors, low, self.b, strict=True)]
         if len(added) == 1 and self.factors[0].rows == out.shape[1]:
             return out + added[0]
         ends = [0, *(each.first + each.rows for each in self.factors)]
@@ -70,6 +75,15 @@ class Adapter(nn.Module):
             pieces.append(out.new_zeros(len(out), out.shape[1] - ends[-1]))
         return out + torch.cat(pieces, dim=1)
 
+    def _low(self, x: Tensor) -> Iterator[Tensor]:
+        """x A^T of each projection, [n, rank], in a training pass of x with its own numbers dropped."""
+        dropped = dropped_rows() if self.dropout else None
+        for each, a in zip(self.factors, self.a, strict=True):
+            if dropped is None:
+                yield F.linear(x, a)
+            else:
+                yield dropped_product(x, a, dropped.mask(each.module, self.dropout, self.last))
+
 
 def attach(decoder: Decoder, config: AdapterConfig, generator: torch.Generator | None = None) -> None:
     """Give the decoder an adapter, and freeze its other weights.
@@ -78,6 +92,8 @@ def attach(decoder: Decoder, config: AdapterConfig, generator: torch.Generator |
     configuration names no matrix of this model, or one that is none of a layer's.
     """
     _expect_targets(decoder, config)
+    end = decoder.layers[-1]
+    assert isinstance(end, Layer)
     decoder.requires_grad_(False)
     for linear, projections in stacked_modules(decoder):
         factors = [
@@ -85,7 +101,8 @@ def attach(decoder: Decoder, config: AdapterConfig, generator: torch.Generator |
         ]
         if not factors:
             continue
-        linear.adapter = Adapter(factors, linear.in_features, decoder.embed.weight)
+        last = linear in (end.o, end.gate_up, end.down)
+        linear.adapter = Adapter(factors, linear.in_features, decoder.embed.weight, config.dropout, last)
         bound = 1 / math.sqrt(linear.in_features)
         for a in linear.adapter.a:
             with torch.no_grad():

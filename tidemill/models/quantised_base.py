@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tidemill.models.decoder import Decoder
-from tidemill.models.hf_weights import hf_views, load_folder, stacked_modules
+from tidemill.models.hf_weights import hf_views, load_folder, load_scored, stacked_modules
 from tidemill.models.quantised_linear import Base
 from tidemill.models.quantised_weights import Quantised, of_base, quantise, quantised_slice, served_base
 from tidemill.models.weight_slices import Slice
@@ -29,18 +30,29 @@ def load_quantised(folder: str | Path, kind: str) -> Decoder:
     if kind == "float32":
         return load_folder(folder)
     found = dict[str, Quantised]()
-
-    def narrowed(decoder: Decoder, slices: Iterable[Slice]) -> Iterator[Slice]:
-        there = dict(hf_views(decoder))
-        for piece in slices:
-            if of_base(piece.name) and piece.name in there and piece.shape == there[piece.name].shape:
-                found[piece.name] = quantised_slice(replace(piece, tensor=piece.tensor.float()), kind)
-                piece = replace(piece, tensor=there[piece.name])  # it counts as loaded; nothing is written
-            yield piece
-
-    decoder = load_folder(folder, through=narrowed)
+    decoder = load_folder(folder, through=partial(_narrowed, kind, found))
     hold(decoder, found)
     return decoder
+
+
+def load_quantised_scored(folder: str | Path, kind: str) -> tuple[Decoder, Tensor | None]:
+    """The decoder and the score of a folder for sequence classification, as `load_scored` and `load_quantised` load them."""
+    if kind == "float32":
+        return load_scored(folder)
+    found = dict[str, Quantised]()
+    decoder, score = load_scored(folder, through=partial(_narrowed, kind, found))
+    hold(decoder, found)
+    return decoder, score
+
+
+def _narrowed(kind: str, found: dict[str, Quantised], decoder: Decoder, slices: Iterable[Slice]) -> Iterator[Slice]:
+    """The slices of a folder; the layers' matrices among them are quantised into `found`."""
+    there = dict(hf_views(decoder))
+    for piece in slices:
+        if of_base(piece.name) and piece.name in there and piece.shape == there[piece.name].shape:
+            found[piece.name] = quantised_slice(replace(piece, tensor=piece.tensor.float()), kind)
+            piece = replace(piece, tensor=there[piece.name])  # it counts as loaded; nothing is written
+        yield piece
 
 
 def load_served(folder: str | Path, kind: str, dtype: torch.dtype = torch.float32) -> Decoder:

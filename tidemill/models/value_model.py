@@ -6,7 +6,7 @@ the decoder's tensors. A language model's folder can be read too: its values are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from tidemill.core.errors import UnsupportedModel
+from tidemill.models.adapter_config import BaseDtype
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
-from tidemill.models.hf_weights import SCORE, load_scored, save_folder
+from tidemill.models.hf_weights import SCORE, save_folder
+from tidemill.models.quantised_base import load_quantised_scored
 from tidemill.models.tokenizer import generation_config, load_tokenizer, stop_ids
 
 
@@ -52,10 +54,27 @@ class ValueModel:
         """Values [N] of hidden states [N, D], at least float32, as logits are."""
         return self.head(hidden)
 
-    def save(self, folder: str | Path, *, tokenizer_from: str | Path | None, dtype: torch.dtype) -> None:
-        """Write it as a Hugging Face folder. Raises ValueError as `save_folder` does."""
-        pad = padding_id(self.decoder.arch, tokenizer_from)
-        save_folder(self.decoder, folder, tokenizer_from=tokenizer_from, dtype=dtype, score=self.head.weight, pad=pad)
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        tokenizer_from: str | Path | None,
+        dtype: torch.dtype,
+        tensors: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        """Write it as a Hugging Face folder. Raises ValueError as `save_folder` does.
+
+        tensors: those to write, by name; None: the decoder's, without an adapter, and the head's.
+        """
+        save_folder(
+            self.decoder,
+            folder,
+            tokenizer_from=tokenizer_from,
+            dtype=dtype,
+            score=self.head.weight,
+            pad=padding_id(self.decoder.arch, tokenizer_from),
+            tensors=tensors,
+        )
 
 
 def padding_id(arch: Architecture, tokenizer_from: str | Path | None) -> int | None:
@@ -80,9 +99,12 @@ def last_tokens(rows: Sequence[Sequence[int]], arch: Architecture) -> list[int]:
     return [found[-1] if found else 0 for found in places]
 
 
-def load_value_model(folder: str | Path) -> ValueModel:
-    """The value model of a folder, scored or not. Raises as `load_folder` does."""
-    decoder, score = load_scored(folder)
+def load_value_model(folder: str | Path, base_dtype: BaseDtype = "float32") -> ValueModel:
+    """The value model of a folder, scored or not. Raises as `load_folder` does.
+
+    base_dtype: numbers in which the layers' matrices are held, to train an adapter on them.
+    """
+    decoder, score = load_quantised_scored(folder, base_dtype)
     model = ValueModel(decoder)
     if score is not None:
         if score.shape != model.head.weight.shape:

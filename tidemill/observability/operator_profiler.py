@@ -43,8 +43,11 @@ class _Recorded(msgspec.Struct):
     traceEvents: list[_Event]
 
 
-def attach(role: Any, method: str, name: str, folder: Path) -> None:
-    """Profile `role`'s process between the ends of calls FIRST and LAST of `method`, if it lasts so long."""
+def attach(role: Any, method: str, name: str, folder: Path, per_step: int = 1) -> None:
+    """Profile `role`'s process between publications FIRST and LAST, if it lasts so long.
+
+    method: called `per_step` times in a publication.
+    """
     inner, close, calls = getattr(role, method), role.close, 0
     profiler: Any = None
 
@@ -52,9 +55,9 @@ def attach(role: Any, method: str, name: str, folder: Path) -> None:
         nonlocal calls, profiler
         result = await inner(*given)
         calls += 1
-        if calls == FIRST:
+        if calls == FIRST * per_step:
             profiler = _started()
-        elif calls == LAST and profiler is not None:
+        elif calls == LAST * per_step and profiler is not None:
             _stop(profiler)
             _write(profiler, name, folder)
             profiler = None

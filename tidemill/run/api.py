@@ -52,7 +52,7 @@ class Run:
 
     @property
     def final(self) -> Path:
-        """The trained model, as a Hugging Face folder."""
+        """The trained model, as a Hugging Face folder; with several policies a folder that holds one of each."""
         return self.folder / "final"
 
     def __repr__(self) -> str:

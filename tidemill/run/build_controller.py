@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from tidemill.algorithms.mixture import algorithm_of
+from tidemill.algorithms.mixture import Mixture, algorithm_of
+from tidemill.algorithms.policy_algorithms import PolicyAlgorithms, algorithm_of_policies
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.circuit_breaker import Breaker, Change, Gate
 from tidemill.controller.controller import Controller, Hooks, Schedule
@@ -30,7 +32,7 @@ from tidemill.run.cluster import Cluster
 from tidemill.run.deterministic_resume import Recorded, take_up_exactly
 from tidemill.run.planner.plan import RunPlan
 from tidemill.run.recipe import RunConfig
-from tidemill.run.resume import ResumePoint, take_up
+from tidemill.run.resume import Reached, ResumePoint, take_up
 from tidemill.run.storage.checkpoint_manifest import Position
 from tidemill.run.storage.checkpoints import Checkpoints
 from tidemill.run.storage.model_folder import ModelFolder
@@ -40,26 +42,39 @@ from tidemill.run.trainer_restart import TrainerRestart
 if TYPE_CHECKING:
     from tidemill.run.session import Session
 
-Evaluation = Callable[[Version], Awaitable[Metrics]]
-"""Evaluates the served version. Raises PolicyMismatch when another version answers."""
+Evaluation = Callable[[Sequence[Version]], Awaitable[Metrics]]
+"""Evaluates the served versions, one of each policy. Raises PolicyMismatch when another version answers."""
 
 
-def make_episodes(config: RunConfig, environment: Environment, model: ModelFolder) -> EpisodeSetup:
-    """The recipe's episodes with this model; training and every evaluation share them."""
+def make_algorithm(config: RunConfig) -> ConfiguredAlgorithm | Mixture | PolicyAlgorithms:
+    """The recipe's algorithm. Raises ValueError for functions that cannot be loaded."""
+    if config.policies:
+        return algorithm_of_policies(config.policy_algorithms, config.policy_of, config.rollout.max_tokens)
+    return algorithm_of(config.algorithms, config.rollout.max_tokens)
+
+
+def make_episodes(
+    config: RunConfig, environment: Environment, model: ModelFolder, frozen: Mapping[str, Version] | None = None
+) -> EpisodeSetup:
+    """The recipe's episodes with this model; training and every evaluation share them.
+
+    frozen: the versions that are served of the policies that environments may ask.
+    """
     r = config.rollout
     params = SamplingParams(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, model.stop_ids)
     known = model.architecture
     context = config.engine.context_of(known.context)
-    return EpisodeSetup(environment, model.tokenizer, params, context, r.episode_s, known.vocab)
+    asked = {"policies": config.policy_of, "frozen": frozen or {}}
+    return EpisodeSetup(environment, model.tokenizer, params, context, r.episode_s, known.vocab, **asked)
 
 
 async def build_controller(session: Session, cluster: Cluster) -> Controller:
     """Bring the trainer to where the run stands, and put the controller together that goes on from there."""
     config, ledger, plan = session.config, session.ledger, session.plan
-    algorithm = algorithm_of(config.algorithms, config.rollout.max_tokens)
+    algorithm, policies = make_algorithm(config), config.trained_policies
     checkpoints = _checkpoints(session)
     context = min(pool.context for pool in cluster.pools)  # shorter if a KV cache is small
-    slept, made = cluster.pool.slept_s, make_episodes(config, session.environment, session.model)
+    slept, made = cluster.pool.slept_s, make_episodes(config, session.environment, session.model, session.frozen)
     episodes = replace(made, context=context, extras=session.extras, paused_s=slept)
     roller, held_out = _roller(session, cluster, episodes, algorithm)
     publisher = PoolPublisher(
@@ -74,7 +89,9 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
     point = exact
     if point is None:
         reached = _made_up(session, cluster.turns, publisher, evaluate)
-        point = await take_up(ledger, checkpoints, cluster.trainer, algorithm, session.note, reached)
+        point = await take_up(ledger, checkpoints, cluster.trainer, algorithm, session.note, reached, policies)
+    for version in session.frozen.values():
+        ledger.publish(version)
     if ledger.next_group_id() > 0:
         session.note(f"going on from step {point.step} of {config.steps}")
         if known := ledger.evaluations():
@@ -84,6 +101,7 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
         *(cluster.process, cluster.trainer, cluster.pool, ledger, checkpoints, algorithm, point, exact is not None),
         partial(session.begin_again, "the trainer"),
         session.note,
+        policies,
     )
     if session.curriculum is None:  # from here on it is told of everything
         session.curriculum = remembered(curriculum_of(config, session.environment), ledger)
@@ -102,6 +120,7 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
         _hooks(session, cluster, checkpoints, evaluate, point, restart),
         gate=_gate(session),
         restored=point.left,
+        policies=policies,
         versions=point.versions,
         learn=session.curriculum.learn_group,
         turns=cluster.turns,
@@ -176,38 +195,39 @@ def _buffer(plan: RunPlan, point: ResumePoint) -> Buffer:
 
 
 def _evaluation(session: Session, evaluator: Evaluator, held_out: HeldOut | None) -> Evaluation:
-    """The evaluation of a published version.
+    """The evaluation of published versions.
 
     Engines attempt tasks with a reward greedily. The trainer computes metrics of offline replies: its weights do not move
     before the publication has ended.
     """
     config = session.config
 
-    async def evaluate(version: Version) -> Metrics:
-        ends = version.step in (0, config.steps)
+    async def evaluate(served: Sequence[Version]) -> Metrics:
+        step = served[0].step
+        ends = step in (0, config.steps)
         tasks = session.environment.tasks("eval")[: config.eval.final_tasks if ends else config.eval.tasks]
-        with session.monitor.beside.span(EVALUATE, step=version.step):
-            results = await evaluator(tasks, version) if config.judged else Metrics()
+        with session.monitor.beside.span(EVALUATE, step=step):
+            results = await evaluator(tasks, served) if config.judged else Metrics()
             return results | (await held_out(tasks) if held_out else Metrics())
 
     return evaluate
 
 
-def _made_up(
-    session: Session, turns: DeviceTurns, publisher: PoolPublisher, evaluate: Evaluation
-) -> Callable[[Version], Awaitable[None]]:
+def _made_up(session: Session, turns: DeviceTurns, publisher: PoolPublisher, evaluate: Evaluation) -> Reached:
     """The evaluation of versions that are trained again, if a crash kept it from finishing."""
     evaluated = {each.step for each in session.ledger.evaluations()}
 
-    async def reached(version: Version) -> None:
-        if version.step in evaluated or version.step % session.plan.eval_every:
+    async def reached(step: int, incarnation: int) -> None:
+        if step in evaluated or step % session.plan.eval_every:
             return
-        served = await publisher.publish(version)
-        session.ledger.publish(served)
+        served = list[Version]()
+        for policy in session.config.trained_policies:
+            served.append(await publisher.publish(Version(step, incarnation, policy)))
+            session.ledger.publish(served[-1])
         async with turns.lent():
             results = await evaluate(served)
-        session.ledger.evaluation(served.step, results)
-        session.monitor.evaluated(served.step, results)
+        session.ledger.evaluation(step, results)
+        session.monitor.evaluated(step, results)
 
     return reached
 
@@ -234,8 +254,8 @@ def _hooks(
     return Hooks(evaluate, checkpoint, agreement, probe, cluster.process.ends, again, served)
 
 
-def _sampling_check(session: Session, cluster: Cluster) -> Callable[[Version], Awaitable[None]]:
-    """The check of what engines sample with the first version, if the recipe has settings that may change it."""
+def _sampling_check(session: Session, cluster: Cluster) -> Callable[[Sequence[Version]], Awaitable[None]]:
+    """The check of what engines sample with the first versions, if the recipe has settings that may change it."""
     config, model = session.config, session.model.architecture
     if not (names := config.engine.altering) or config.offline:
         return nothing
@@ -248,9 +268,11 @@ def _sampling_check(session: Session, cluster: Cluster) -> Callable[[Version], A
         async with cluster.turns.borrowed():
             return await cluster.trainer.forward(samples)
 
-    async def served(version: Version) -> None:
-        if left:
-            params = left.pop()
+    async def served(versions: Sequence[Version]) -> None:
+        if not left:
+            return
+        params = left.pop()
+        for version in versions:
             asked = params, model.vocab, version, session.plan.coarsest, names
             context = min(can.context for can in cluster.capabilities)
             report = await check_sampling(generate, forward, *asked, context=context)

@@ -44,6 +44,11 @@ def check_engine(
         return []
     for refused in _refusals(engine, can, config):
         raise ConfigError(refused)
+    if config.policies and not can.policies:
+        raise ConfigError(
+            f"policies = {', '.join(config.policies)}: {engine} lacks the capability 'policies', to serve several side by "
+            "side; leave policies out, or take another kind of engine"
+        )
     if takes_turns and not can.sleep:
         raise ConfigError(
             f"placement.share = {config.placement.share!r}: trainer and engines are to take turns on one device, and "

@@ -20,12 +20,13 @@ from tidemill.core.token_extras import TokenExtra
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.run.capability_check import adapted, check_context, check_engine
 from tidemill.run.planner.plan import RunPlan
+from tidemill.run.recipe import RunConfig
 from tidemill.run.replaceable_trainer import ReplaceableTrainer
 from tidemill.run.roles import ENGINE_DEADLINES, REFERENCE_DEADLINES, budget_of, start_role, start_trainer
 from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime.cpu_sharing import CoreBoard, CoreShare, core_board
 from tidemill.runtime.placement import Handle, Placement, Resources, members_of
-from tidemill.trainer.trainer_kinds import TrainerSpec, folder_of
+from tidemill.trainer.trainer_kinds import PolicySpec, TrainerSpec, folder_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,17 @@ def trainer_spec(
         threads=plan.lanes,
         reference=None if warm_up or config.placement.reference_engines else config.reference,
         critic=None if warm_up else config.critic,
+        policies={name: _policy_spec(config, name) for name in config.trained_policies} if config.policies else {},
         scores=not warm_up and config.scores,
         profile=_profile(plan, folder),
     )
+
+
+def _policy_spec(config: RunConfig, name: str) -> PolicySpec:
+    """The spec of one of several trained policies."""
+    updates = max(each.updates.count for each in config.policy_algorithms[name].values())
+    lr = config.policies[name].lr or config.trainer.lr
+    return PolicySpec(lr=lr, lora=config.adapters[name], steps=config.steps * updates)
 
 
 def engine_specs(plan: RunPlan, model: Path, folder: RunFolder) -> dict[str, EngineSpec]:
@@ -120,6 +129,8 @@ def engine_specs(plan: RunPlan, model: Path, folder: RunFolder) -> dict[str, Eng
             sleeps=plan.takes_turns,
             adapter_rank=config.adapter_rank,
             base_dtype=config.adapter_base,
+            policies=config.trained_policies if config.policies else (),
+            frozen={name: Path(folder).expanduser() for name, folder in config.frozen_policies.items()},
             profile=_profile(plan, folder),
             logs=folder.logs,
         )

@@ -46,7 +46,7 @@ async def take_up_exactly(
         ledger.load(group_id) if ledger.has_finished(group_id) else (group_id, ledger.task_of(group_id))
         for group_id in ledger.waiting_at(step, next_id)
     ]
-    known = {version.key: version for version in ledger.versions() if version.step <= step}
+    known = {version.key: version for version in ledger.versions() if version.step <= step}  # of the only policy
     return ResumePoint(step, incarnation, next_id, left, known, saved=step)
 
 

@@ -120,8 +120,8 @@ ANYWHERE = dict.fromkeys(("epochs", "num_epochs", "total_epochs"), EPOCHS)
 ELSEWHERE = ANYWHERE | OTHERS | TRL
 
 _LORA = (
-    "a LoRA adapter is trained by trainer.lora.rank = 16, with trainer.lora.alpha, targets and rslora, QLoRA by "
-    "trainer.lora.base_dtype = 'nf4'; other adapters and dropout in them do not exist here yet"
+    "a LoRA adapter is trained by trainer.lora.rank = 16, with trainer.lora.alpha, targets, rslora and dropout, QLoRA by "
+    "trainer.lora.base_dtype = 'nf4', and several of them by policies; other adapters do not exist here yet"
 )
 _SHARDS = (
     "trainer.ranks says how many processes train together, on one machine, and trainer.shard what each of them holds; "

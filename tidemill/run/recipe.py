@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings, begins_as
-from tidemill.algorithms.mixture import COMMON, check_mixture
+from tidemill.algorithms.policy_algorithms import check_policies
 from tidemill.algorithms.presets import ATTEMPTS, PRESETS
 from tidemill.core.config import Config, build, load
 from tidemill.engine.engine_kinds import BaseEngineSettings
@@ -30,6 +30,8 @@ from tidemill.envs.environment_settings import (
 from tidemill.models.adapter_config import BaseDtype
 from tidemill.run.foreign_keys import ELSEWHERE, NOT_YET, NOT_YET_VALUES
 from tidemill.run.placement_kinds import BasePlacementSettings, PlacementSettings
+from tidemill.run.policy_conflicts import policy_conflicts
+from tidemill.run.policy_tables import ONLY, PolicySettings, algorithms_of, by_environment, trained
 from tidemill.run.recipe_files import found
 from tidemill.run.recipe_tables import (
     DataSettings,
@@ -39,7 +41,7 @@ from tidemill.run.recipe_tables import (
     SuperviseSettings,
     WarmupSettings,
 )
-from tidemill.trainer.trainer_kinds import BaseTrainerSettings, TrainerSettings
+from tidemill.trainer.trainer_kinds import BaseTrainerSettings, LoraSettings, TrainerSettings
 
 SHORT: dict[str, Callable[[str], Any]] = {
     "env": parse_env,
@@ -76,6 +78,7 @@ class RunConfig(Config):
         default={}, description="Engine that serves the reference: a table with the keys of [engine]. Left out: one like it"
     )
     trainer: BaseTrainerSettings = TrainerSettings()
+    policies: dict[str, PolicySettings] = Field(default={}, description="Several policies by name, adapters on one model")
     scoring: ScoringSettings = ScoringSettings()
     warmup: WarmupSettings = WarmupSettings()
     eval: EvalSettings = EvalSettings()
@@ -89,10 +92,33 @@ class RunConfig(Config):
 
     @property
     def algorithms(self) -> dict[str, AlgorithmSettings]:
-        """Algorithm settings by environment; COMMON applies to environments without their own."""
-        own = {each.name: each.own_algorithm for each in environments_of(self.env)}
-        common = {} if all(own.values()) else {COMMON: self.algorithm}
-        return common | {name: each for name, each in own.items() if each is not None}
+        """Algorithm settings by environment; COMMON applies to environments without their own.
+
+        With several policies by POLICY/ENVIRONMENT, and by POLICY for its environments without their own.
+        """
+        found = self.policy_algorithms
+        if not self.policies:
+            return found[ONLY]
+        return {f"{name}/{env}" if env else name: each for name, own in found.items() for env, each in own.items()}
+
+    @property
+    def policy_algorithms(self) -> dict[str, dict[str, AlgorithmSettings]]:
+        """Algorithm settings of each trained policy by environment, or COMMON."""
+        return algorithms_of(self.policies, environments_of(self.env), self.algorithm)
+
+    @property
+    def policy_of(self) -> dict[str, str]:
+        """The policy that plays each environment, by the environment's name."""
+        return by_environment(self.policies, environments_of(self.env))
+
+    @property
+    def trained_policies(self) -> tuple[str, ...]:
+        return trained(self.policies)
+
+    @property
+    def frozen_policies(self) -> dict[str, str]:
+        """The PEFT folders of the policies that are served and never trained, by name."""
+        return {name: each.frozen for name, each in self.policies.items() if each.frozen is not None}
 
     @property
     def reference(self) -> ReferenceSettings | None:
@@ -137,15 +163,13 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        algorithms = self.algorithms
-        for each in algorithms.values():
+        for conflict in policy_conflicts(self):
+            raise ValueError(conflict)
+        for each in self.algorithms.values():
             each.check(self.rollout.groups, self.rollout.group_size)
-        check_mixture(algorithms)
-        if COMMON not in algorithms and self.algorithm != RunConfig.model_fields["algorithm"].default:
-            raise ValueError(
-                f"algorithm = {self.algorithm.name!r} applies to no group: every environment has its own; leave it out"
-            )
+        check_policies(self.policy_algorithms)
         for conflict in chain(
+            self._unused_algorithm(),
             self._rank_conflicts(),
             self._server_conflicts(),
             self._data_conflicts(),
@@ -156,6 +180,13 @@ class RunConfig(Config):
         ):
             raise ValueError(conflict)
         return self
+
+    def _unused_algorithm(self) -> Iterator[str]:
+        of_policies = [name for name, each in self.policies.items() if each.algorithm]
+        played = self.policy_of
+        own = [env.algorithm or played[env.name] in of_policies for env in environments_of(self.env)]
+        if all(own) and self.algorithm != RunConfig.model_fields["algorithm"].default:
+            yield f"algorithm = {self.algorithm.name!r} applies to no group: every environment has its own; leave it out"
 
     def _rank_conflicts(self) -> Iterator[str]:
         if self.trainer.ranks > 1 and self.placement.kind_name == "inline":
@@ -230,8 +261,6 @@ class RunConfig(Config):
     def _lora_conflicts(self) -> Iterator[str]:
         if not isinstance(self.trainer, TrainerSettings) or self.trainer.lora is None:
             return
-        if self.scores:
-            yield "trainer.lora: a reward model is trained in all its weights; leave trainer.lora out"
         if self.reference is not None and self.reference.every:
             yield (
                 f"trainer.lora with algorithm.reference.every = {self.reference.every}: a reference beside an adapter is "
@@ -242,6 +271,14 @@ class RunConfig(Config):
                 f"trainer.lora with placement.sync.full_every = {every}: an adapter travels alone and whole each time, so "
                 "there are no changes to send; leave full_every out, or set trainer.lora.publish = 'merged'"
             )
+        for name, lora in self.adapters.items():
+            dropout, of = lora.config.dropout, f" of the policy {name!r}" if self.policies else ""
+            if dropout and any(map(_behaves, self.policy_algorithms[name].values())):
+                yield (
+                    f"trainer.lora.dropout = {dropout:g}{of} with algorithm.old_logprobs = 'behaviour': a pass that drops "
+                    "inputs has other logprobs than the policy that was sampled from, and cannot be held against it; set "
+                    "algorithm.old_logprobs = 'recompute' (with a loss that reads them, such as ppo_clip), or dropout = 0"
+                )
         held, count = self.trainer.lora.base_dtype, self.placement.reference_engines
         if held != "float32" and count and begins_as(self.reference, None, str) is None:
             yield (
@@ -250,10 +287,16 @@ class RunConfig(Config):
             )
 
     @property
+    def adapters(self) -> dict[str, LoraSettings]:
+        """The adapter of each trained policy; empty where whole weights are trained."""
+        lora = self.trainer.lora if isinstance(self.trainer, TrainerSettings) else None
+        own = {name: each.own_lora for name, each in self.policies.items()}
+        return {} if lora is None else {name: own.get(name) or lora for name in self.trained_policies}
+
+    @property
     def adapter_rank(self) -> int:
         """The highest rank of the adapters that engines are sent; 0: they are sent whole weights."""
-        lora = self.trainer.lora if isinstance(self.trainer, TrainerSettings) else None
-        return lora.config.highest_rank if lora is not None and lora.publish == "adapter" else 0
+        return max((each.config.highest_rank for each in self.adapters.values() if each.publish == "adapter"), default=0)
 
     @property
     def adapter_base(self) -> BaseDtype:
@@ -277,6 +320,11 @@ class RunConfig(Config):
                 f"{given}: an engine scores over the whole vocabulary, and rollout.top_p, top_k and min_p leave out a part "
                 "of it; leave them off, or set 0 engines for the reference"
             )
+
+
+def _behaves(algorithm: AlgorithmSettings) -> bool:
+    """True if what is sampled is trained by the engines' logprobs alone."""
+    return not algorithm.given and not algorithm.recomputes
 
 
 OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p")

@@ -11,7 +11,7 @@ from tidemill.core.config import Config, build, dump
 from tidemill.core.errors import ConfigError
 
 S = TypeVar("S", bound=Config)
-TABLES = ("env", "algorithm")
+TABLES = ("env", "algorithm", "policies")
 DATA = ("data", "eval_data")  # keys of an environment of rows
 MOST_TOLD = 5  # differences that the error names
 MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "profile", "record", "scoring", "supervise"})

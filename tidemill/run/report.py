@@ -63,6 +63,7 @@ def make_report(session: Session, before: int, wall_s: float) -> dict[str, Any]:
         **_time(totals.time, totals.tokens),
         "advice": advice(totals, session.plan, session.model.architecture),
         "warnings": dict(totals.symptoms.told),
+        **({"policies": [*config.trained_policies]} if config.policies else {}),
     }
 
 
@@ -171,6 +172,12 @@ def _time(spent: Account, tokens: int) -> dict[str, Any]:
     }
 
 
+def finals(report: Mapping[str, Any], folder: Path) -> list[Path]:
+    """The folders of a complete run's models: one of each policy, if it had several."""
+    final = folder / "final"
+    return [final / name for name in report.get("policies", ())] or [final]
+
+
 def in_lines(report: Mapping[str, Any], folder: Path, complete: bool) -> list[str]:
     """A run in a few lines: its steps, its results, its model, and what to do next."""
     before, after, n = report.get("accuracy_before"), report.get("accuracy_after"), report.get("held_out")
@@ -186,6 +193,7 @@ def in_lines(report: Mapping[str, Any], folder: Path, complete: bool) -> list[st
     if fell := report.get("unlearned"):
         lines.append(f"it unlearned: by {fell['errors']:.1f} standard errors of the difference")
     if complete:
-        lines.append(f"model: {folder / 'final'} (Hugging Face), .final here")
-    lines.append(f"next: tidemill samples {folder} --worst 3" + (f"  ·  tidemill serve {folder}" if complete else ""))
+        lines += [f"model: {each} (Hugging Face), .final here" for each in finals(report, folder)]
+    served = finals(report, folder)[0] if report.get("policies") else folder
+    lines.append(f"next: tidemill samples {folder} --worst 3" + (f"  ·  tidemill serve {served}" if complete else ""))
     return lines

@@ -7,7 +7,7 @@ cannot be read, steps are undone in the ledger, because no weights hold them, an
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.controller.train_step import train_on
@@ -19,6 +19,9 @@ from tidemill.ledger.database import lost_log
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.storage.checkpoint_manifest import Position
 from tidemill.run.storage.checkpoints import Checkpoints
+
+Reached = Callable[[int, int], Awaitable[None]]
+"""Called with a step and its incarnation, while the trainer has the weights before that step."""
 
 
 @dataclass(slots=True)
@@ -44,11 +47,12 @@ async def take_up(
     trainer: Trainer,
     algorithm: Algorithm,
     note: Callable[[str], None],
-    reached: Callable[[Version], Awaitable[None]],
+    reached: Reached,
+    policies: Sequence[str] = ("policy",),
 ) -> ResumePoint:
     """Bring the trainer to where the ledger says the run was, and return where that is.
 
-    reached: awaited with each version on the way, while the trainer has its weights.
+    reached: awaited with each step on the way, while the trainer has its weights. policies: that are trained.
     """
     first = (await load_newest(ledger, checkpoints, trainer)).step
     begun = _undo_unreadable(ledger, first, ledger.next_step(), note)
@@ -57,8 +61,13 @@ async def take_up(
         incarnation += 1  # a replay need not be bit-identical, so its versions are others
         note(f"training {begun - first} recorded steps again (from step {first}); nothing is sampled for them")
         await train_again(range(first, begun), incarnation, ledger, trainer, algorithm, reached)
-    known = {version.key: version for version in ledger.versions()}
+    known = published(ledger, policies)
     return ResumePoint(begun, incarnation, ledger.next_group_id(), _left(ledger, known), known, saved=first)
+
+
+def published(ledger: SqliteLedger, policies: Sequence[str]) -> dict[PolicyKey, Version]:
+    """The recorded versions of the trained policies. Those of frozen ones are recorded, too, and sample nothing to train."""
+    return {version.key: version for version in ledger.versions() if version.policy in policies}
 
 
 async def load_newest(ledger: SqliteLedger, checkpoints: Checkpoints, trainer: Trainer) -> Position:
@@ -82,11 +91,11 @@ async def train_again(
     ledger: SqliteLedger,
     trainer: Trainer,
     algorithm: Algorithm,
-    reached: Callable[[Version], Awaitable[None]],
+    reached: Reached,
 ) -> None:
-    """Train recorded steps once more, as this incarnation. `reached` is awaited with the version before each step."""
+    """Train recorded steps once more, as this incarnation. `reached` is awaited with (step, incarnation) before each."""
     for step in steps:
-        await reached(Version(step, incarnation))
+        await reached(step, incarnation)
         lost = ledger.unreadable(ledger.trained_again(step))  # their gradients were applied when they were trained first
         fresh, again = ([ledger.load(group_id) for group_id in ids] for ids in ledger.replay_step(step, incarnation, lost))
         prepared, _, metrics = await train_on(trainer, algorithm, fresh, again, step)

@@ -7,7 +7,7 @@ of its own (`local`, `role_main`), which is forked from one that has done the he
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,7 +39,7 @@ READY_S = 3600.0  # for an engine to say what it can do: it waits for a server, 
 ENGINE_DEADLINES: dict[str, float] = {"generate": 3600.0, "score": 600.0, "update": 600.0, "sleep": 3600.0, "wake": 600.0}
 ENGINE_DEADLINES["capabilities"] = READY_S
 REFERENCE_DEADLINES: dict[str, float] = {"score": 3600.0, "capabilities": READY_S}  # a row waits for all those of its step
-PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("open_model", "place", "check_memory", "extras"), START_S)
+PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("open_model", "place", "check_memory", "frozen", "extras"), START_S)
 TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
     (
         *("forward", "forward_backward", "apply", "publish", "send", "snapshot"),
@@ -80,19 +80,24 @@ def build_engine(spec: EngineSpec) -> Engine:
     receiver = None if spec.transport is None else make_receiver(spec.transport)
     engine = ENGINES.builder_of(spec.engine.kind_name)(spec, receiver, _cores(spec.core_share, spec.engine.device))
     if spec.profile is not None:
-        attach(engine, "update", spec.name, spec.profile)
+        attach(engine, "update", spec.name, spec.profile, max(1, len(spec.policies)))
     return engine
 
 
 def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
     from tidemill.weight_sync.transport import make_sender
 
-    several = spec.trainer.ranks > 1
-    sender = make_sender(spec.sync, spec.folder / f"rank-{spec.rank}" if several else spec.folder, partial=several)
-    cores = _cores(spec.core_share, spec.trainer.device)
-    trainer = TRAINERS.builder_of(spec.trainer.kind_name)(spec, sender, cores, _calls(offload))
+    several, cores = spec.trainer.ranks > 1, _cores(spec.core_share, spec.trainer.device)
+    if spec.policies:
+        from tidemill.trainer.build_native_trainer import build_policies
+
+        senders = {name: make_sender(spec.sync, spec.folder / name) for name in spec.policies}
+        trainer = build_policies(spec, senders, cores, _calls(offload))
+    else:
+        sender = make_sender(spec.sync, spec.folder / f"rank-{spec.rank}" if several else spec.folder, partial=several)
+        trainer = TRAINERS.builder_of(spec.trainer.kind_name)(spec, sender, cores, _calls(offload))
     if spec.profile is not None:
-        attach(trainer, "publish", spec.name, spec.profile)
+        attach(trainer, "publish", spec.name, spec.profile, max(1, len(spec.policies)))
     return trainer
 
 
@@ -158,9 +163,15 @@ async def placed(settings: BasePlacementSettings, logs: Path, supervise: Supervi
 
 
 @asynccontextmanager
-async def start_engine(config: RunConfig, model: Path, logs: Path, threads: int) -> AsyncIterator[Engine]:
-    """Start one engine that serves a folder's weights as version 0 and is never updated."""
-    spec = EngineSpec(model=model, engine=config.engine, logs=logs)
+async def start_engine(
+    config: RunConfig, model: Path, logs: Path, threads: int, frozen: Mapping[str, Path] | None = None
+) -> AsyncIterator[Engine]:
+    """Start one engine that serves a folder's weights as version 0 and is never updated.
+
+    frozen: PEFT folders by the name of the policy, which it serves in place of the folder's weights alone.
+    """
+    base_dtype = config.adapter_base if frozen else "float32"  # of a model that stands for itself
+    spec = EngineSpec(model=model, engine=config.engine, logs=logs, frozen=dict(frozen or {}), base_dtype=base_dtype)
     async with placed(config.placement, logs, config.supervise) as placement:
         handle = await start_role(placement, Engine, spec, Resources(threads), ENGINE_DEADLINES)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError, PeerLost, RunFolderGone
 from tidemill.core.interfaces import Environment
 from tidemill.core.token_extras import TokenExtra
+from tidemill.core.types import Version
 from tidemill.envs.bounded_await import bounded_call
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.curriculum import Curriculum
@@ -120,6 +121,7 @@ class Session:
         self._callbacks, self._make = callbacks, make
         self.stopping = False  # the user asked the run to end after its step
         self.done = 0  # steps, of the whole run
+        self.frozen: Mapping[str, Version] = {}  # versions of the frozen policies, by name
         self.weights: WarmStart | None = None  # which training begins with
         self.curriculum: Curriculum | None = None  # with what the ledger recorded; read once, as that can take seconds
         self._began, self._steps_before = 0.0, 0

@@ -90,7 +90,7 @@ class WarmUp:
             return False
         served = await self.publisher.publish(Version(self.step))
         async with self.turns.lent():
-            self.accuracy = accuracy = (await self.evaluator(probe, served))["accuracy"]
+            self.accuracy = accuracy = (await self.evaluator(probe, [served]))["accuracy"]
         if last and accuracy < self.settings.accuracy:
             raise RunFailed(self._why_failed(accuracy))
         return accuracy >= self.settings.accuracy

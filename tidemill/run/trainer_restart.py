@@ -8,7 +8,7 @@ fingerprint that they had. If recorded trajectories cannot be read, steps have t
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from tidemill.controller.engine_pool import EnginePool
@@ -35,6 +35,7 @@ class TrainerRestart:
     exact: bool  # steps are repeated to the last bit, so their incarnation stays
     spend: Callable[[Exception], Awaitable[None]]  # waits as the restart budget says, or raises RunFailed
     note: Callable[[str], None]
+    policies: Sequence[str] = ("policy",)  # that are trained
 
     async def __call__(self, lost: PeerLost, done: int) -> tuple[int, int]:
         """Start a trainer with the weights of the `done` steps. Returns their incarnation, and the checkpoint's step.
@@ -71,16 +72,19 @@ class TrainerRestart:
         )
         return point.incarnation
 
-    async def _expect_repeated(self, version: Version) -> None:
+    async def _expect_repeated(self, step: int, incarnation: int) -> None:
         """Raise LedgerError if a deterministic run did not come to the weights that it had at this step."""
         known = {each.key: each for each in self.ledger.versions()} if self.exact else {}
-        if (recorded := known.get(version.key)) is None:
-            return
+        for version in [Version(step, incarnation, policy) for policy in self.policies]:
+            if (recorded := known.get(version.key)) is not None:
+                await self._expect(recorded, version)
+
+    async def _expect(self, recorded: Version, version: Version) -> None:
         update = await self.trainer.publish(version)
         if update.version != recorded:
             raise LedgerError(
                 f"{update.version.exact} was trained again, and is not {recorded.exact}: deterministic = true, and the "
                 "trainer does not repeat itself; are its machine, library versions and number of threads the same?"
             )
-        if recorded == self.pool.in_force:  # what it is to sample may need an engine that has just been started
+        if recorded in self.pool.in_force:  # what it is to sample may need an engine that has just been started
             self.pool.restore(update)

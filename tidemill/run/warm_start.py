@@ -115,7 +115,7 @@ async def _warm_up(session: Session, own: Path, made: Path) -> WarmedUp:
                 model.tokenizer,
                 cluster.trainer,
                 PoolPublisher(cluster.trainer, cluster.pool),
-                Evaluator(cluster.pool, make_episodes(config, session.environment, model), config.seed),
+                Evaluator(cluster.pool, make_episodes(plan.config, session.environment, model), config.seed),
                 config.seed,
                 note,
                 cluster.turns,
@@ -145,6 +145,7 @@ def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str
     """Digest of what decides a warm-up's result, so not of its limit of steps."""
     tree = dump(config)
     decides = {key: tree[key] for key in ("seed", "trainer", "engine", "rollout", "env", "deterministic")}
+    decides["env"] = _without_policy(tree["env"])
     decides["trainer"] = {key: value for key, value in decides["trainer"].items() if key != "lora"}  # it has none
     for role in ("trainer", "engine"):  # the kind that was the only one once is not named: what is cached stays valid
         decides[role] = {k: v for k, v in tree[role].items() if (k, v) != ("kind", "native") and k not in OF_RANKS}
@@ -159,6 +160,13 @@ def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str
         files = sorted(p for p in model.path.iterdir() if p.is_file())
         decides["model"] = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _without_policy(env: Any) -> Any:
+    """The environments' tables without the policy that plays them: a warm-up has one, and what is cached stays valid."""
+    if isinstance(env, list):
+        return [_without_policy(each) for each in env]
+    return {key: value for key, value in env.items() if key != "policy"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,16 @@
-"""Builds the native trainer, its reference and its critic from a model folder and settings."""
+"""Builds the native trainer, its reference and its critic from a model folder and settings.
+
+Of several policies it builds one each, on weights that are loaded once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
+from tidemill.core.seeding import derive_seed
 from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.adapter_files import fill_from
 from tidemill.models.decoder import Decoder
@@ -13,13 +18,14 @@ from tidemill.models.hf_weights import load_folder
 from tidemill.models.lora import attach
 from tidemill.models.quantised_base import load_quantised
 from tidemill.models.value_model import ValueModel, load_value_model
-from tidemill.models.weight_slices import Sender
+from tidemill.models.weight_slices import LiveSender, Sender
 from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.native_trainer import MakeOptimizer, NativeTrainer, resolve_device
 from tidemill.trainer.optimizer import Optimizer
+from tidemill.trainer.policy_trainers import PolicyTrainers, sharing
 from tidemill.trainer.ranks import Ranks, ShardedRanks
-from tidemill.trainer.telemetry import Offload
+from tidemill.trainer.telemetry import Offload, Recorder
 from tidemill.trainer.trainer_kinds import AdamWSettings, TrainerSettings, TrainerSpec, folder_of
 
 
@@ -36,10 +42,31 @@ def build(spec: TrainerSpec, sender: Sender, cores: Cores, offload: Offload) -> 
     return assemble(spec, settings, sender, cores, offload, ranks, lora=lora, adapter_alone=alone, start=start)
 
 
+def build_policies(
+    spec: TrainerSpec, senders: Mapping[str, Sender | LiveSender], cores: Cores, offload: Offload
+) -> PolicyTrainers:
+    """Load the weights once, and make a trainer for each of the spec's policies. senders: by policy."""
+    settings = spec.trainer
+    assert isinstance(settings, TrainerSettings)
+    base, recorder, trainers = load_quantised(spec.model, spec.base_dtype), Recorder(spec.name), dict[str, NativeTrainer]()
+    for name, each in spec.policies.items():
+        own = spec.model_copy(update={"steps": each.steps, "reference": None if trainers else spec.reference})
+        trainers[name] = assemble(
+            *(own, settings.model_copy(update={"lr": each.lr}), senders[name], cores, offload, None),
+            lora=each.lora.config,
+            adapter_alone=True,
+            start=each.lora.start,
+            base=base,
+            policy=name,
+            recorder=recorder,
+        )
+    return PolicyTrainers(trainers, recorder)
+
+
 def assemble(
     spec: TrainerSpec,
     settings: AdamWSettings,
-    sender: Sender,
+    sender: Sender | LiveSender,
     cores: Cores,
     offload: Offload,
     ranks: Ranks | None,
@@ -47,12 +74,17 @@ def assemble(
     lora: AdapterConfig | None = None,
     adapter_alone: bool = False,
     start: str | None = None,
+    base: Decoder | None = None,
+    policy: str = "policy",
+    recorder: Recorder | None = None,
 ) -> NativeTrainer:
     """Load the weights and make the trainer with these ranks, this optimizer, and an adapter if it trains one.
 
-    adapter_alone: see `NativeTrainer`. start: folder of the adapter's first weights."""
+    adapter_alone, policy, recorder: see `NativeTrainer`. start: folder of the adapter's first weights. base: its frozen
+    weights, which it shares with others."""
     torch.manual_seed(spec.seed)
-    decoder = load_quantised(spec.model, "float32" if lora is None else lora.base_dtype)
+    kind = "float32" if lora is None else lora.base_dtype
+    decoder = load_quantised(spec.model, kind) if base is None else sharing(base)
     if lora is not None:
         lora = replace(lora, base=str(spec.model))
         attach(decoder, lora, torch.Generator().manual_seed(spec.seed))
@@ -63,7 +95,7 @@ def assemble(
         settings,
         steps=spec.steps,
         reference=_reference(spec, decoder if lora is not None else None),
-        critic=_critic(settings, spec, decoder),
+        critic=_critic(settings, spec, decoder, lora),
         scores=spec.scores,
         sender=sender,
         source=spec.model,
@@ -76,6 +108,9 @@ def assemble(
         optimizer=optimizer,
         lora=lora,
         adapter_alone=adapter_alone,
+        policy=policy,
+        recorder=recorder,
+        seed=spec.seed,
     )
 
 
@@ -89,9 +124,15 @@ def _reference(spec: TrainerSpec, adapted: Decoder | None) -> Reference | None:
     return Reference(load_folder(folder, dtype=torch.float32), every=given.every, decay=given.decay)
 
 
-def _critic(settings: AdamWSettings, spec: TrainerSpec, policy: Decoder) -> Critic | None:
+def _critic(settings: AdamWSettings, spec: TrainerSpec, policy: Decoder, lora: AdapterConfig | None) -> Critic | None:
+    """lora: of the policy's adapter. A critic with a model of its own then has one with the same settings."""
     if (given := spec.critic) is None:
         return None
     folder = folder_of(given, spec.model)
-    model = ValueModel(policy, shared=True) if folder is None else load_value_model(folder)
+    if folder is None:
+        model = ValueModel(policy, shared=True)
+    else:
+        model = load_value_model(folder, "float32" if lora is None else lora.base_dtype)
+        if lora is not None:
+            attach(model.decoder, lora, torch.Generator().manual_seed(derive_seed(spec.seed, "critic")))
     return Critic(model, settings.model_copy(update={"lr": given.lr or settings.lr}), spec.steps)

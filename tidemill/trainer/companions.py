@@ -1,9 +1,10 @@
 """Companions of the trained policy: a critic, and a reference policy.
 
 The reference is the anchor of a KL divergence, or a teacher. Beside an adapter it is the policy without that.
-The critic estimates the value before each token. It is a model of its own or a head on the policy's decoder. The loss of a
-head reaches the policy's weights too, so its weight matters. Gradients of critic and policy are clipped separately: a critic
-that is far off must not shorten the policy's step.
+The critic estimates the value before each token. It is a model of its own or a head on the policy's decoder. Beside a
+policy's adapter, a model of its own has an adapter, too, and all of its head is trained. The loss of a head reaches the
+policy's weights too, so its weight matters. Gradients of critic and policy are clipped separately: a critic that is far off
+must not shorten the policy's step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tidemill.core.errors import TrainingDiverged
 from tidemill.core.types import Metrics
 from tidemill.models.decoder import Decoder
 from tidemill.models.local_shards import block_of, local
-from tidemill.models.lora import without
+from tidemill.models.lora import has_adapter, without
 from tidemill.models.value_model import ValueModel
 from tidemill.models.weight_slices import Slice
 from tidemill.trainer.optimizer import Optimizer
@@ -47,6 +48,11 @@ class Critic:
     def modules(self) -> list[nn.Module]:
         """The modules with weights that are not the policy's."""
         return [self.model.head] if self.model.shared else [self.model.decoder, self.model.head]
+
+    @property
+    def adapted(self) -> Decoder | None:
+        """Its own decoder, if only an adapter of it is trained."""
+        return None if self.model.shared or not has_adapter(self.model.decoder) else self.model.decoder
 
     def beside(self, policy: Decoder) -> Critic:
         """Move the critic to the policy's device. Raises ValueError when the vocabularies differ."""

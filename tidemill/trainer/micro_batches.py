@@ -22,6 +22,7 @@ from torch import Tensor
 from tidemill.algorithms.losses import LossInput
 from tidemill.core.token_extras import expect_aligned
 from tidemill.core.types import Array, Sample
+from tidemill.models.adapter_dropout import prefix_hashes
 from tidemill.models.kernels.cpu.packed_sequences import Families
 
 WORTH_CHOOSING = 0.98  # if a larger share of packed tokens predicts something, selecting them costs what it saves
@@ -211,6 +212,13 @@ def pack(rows: list[BatchRow], device: torch.device, *, up_to: int = 0) -> Batch
         attempts=len(numbers),
         losses=_by_loss([row.sample.loss for row in rows], counts, send),
     )
+
+
+def prefixes(batch: Batch) -> Tensor:
+    """[N] int64: of each packed token a hash of its row's tokens up to it, 0 of padding."""
+    own = [prefix_hashes(row.sample.tokens[: row.length])[row.shared :] for row in batch.rows]
+    spare = torch.zeros(batch.families.tokens - sum(map(len, own)), dtype=torch.int64)
+    return torch.cat([*own, spare]).to(batch.tokens.device)
 
 
 def filled(tokens: int, up_to: int) -> int:

@@ -20,9 +20,11 @@ import torch
 from tidemill.core import fault_injection
 from tidemill.core.errors import CheckpointError, TransferFailed
 from tidemill.core.executors import in_thread
+from tidemill.core.seeding import derive_seed
 from tidemill.core.types import Array, LossSpec, Metrics, Sample, Telemetry, TrainResult, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.adapter_config import AdapterConfig
+from tidemill.models.adapter_dropout import Dropout
 from tidemill.models.decoder import Decoder
 from tidemill.models.host_memory import give_back
 from tidemill.models.trained_linear import MIXES
@@ -36,7 +38,7 @@ from tidemill.trainer.parallel_micro_batches import Lanes
 from tidemill.trainer.publication import DTYPES, Publication, TrainedAdapter
 from tidemill.trainer.ranks import Ranks
 from tidemill.trainer.telemetry import Offload, Recorder
-from tidemill.trainer.trainer_checkpoint import Snapshot, load_checkpoint
+from tidemill.trainer.trainer_checkpoint import Restore, Snapshot, read_checkpoint
 from tidemill.trainer.trainer_kinds import AdamWSettings
 
 T = TypeVar("T")
@@ -73,6 +75,9 @@ class NativeTrainer:
         optimizer: MakeOptimizer = Optimizer,
         lora: AdapterConfig | None = None,
         adapter_alone: bool = False,
+        policy: str = "policy",
+        recorder: Recorder | None = None,
+        seed: int = 0,
     ) -> None:
         """Move the decoder to the device and prepare training. Raises ValueError for 16-bit weights.
 
@@ -83,7 +88,8 @@ class NativeTrainer:
         snapshot now, so that a lack of memory shows before training. ranks: that share the weights and the rows; every one
         is given all calls, each with its own rows. optimizer: makes the policy's from model, settings and `steps`. lora: of
         the adapter that the decoder has, which alone is trained, saved and exported beside the merged weights.
-        adapter_alone: publish it, not the merged weights."""
+        adapter_alone: publish it, not the merged weights. policy: the name of what it trains. recorder: of this process's
+        time, which several trainers may share. seed: of the run, for the masks of the adapter's dropout."""
         self.settings, self.device, self._ranks = settings, resolve_device(settings.device), ranks or Ranks()
         self.decoder = _placed(decoder, self.device, settings)
         self._reference = reference and reference.beside(self.decoder)
@@ -100,11 +106,13 @@ class NativeTrainer:
         self._compute = training_pass.Compute(
             self.device, settings.micro_batch_tokens, narrow, settings.checkpointing, lanes=lanes, ranks=self._ranks
         )
-        self._adapter = lora and TrainedAdapter.of(lora, self.decoder, self._ranks, settings.serving_dtype)
+        of_critic = self._critic and self._critic.adapted
+        self._adapter = lora and TrainedAdapter.of(lora, self.decoder, self._ranks, settings.serving_dtype, of_critic)
         self._source = None if source is None else Path(source)
         published = self.decoder, self._ranks, settings.serving_dtype, process, self._adapter if adapter_alone else None
         self._publication = None if sender is None else Publication(sender, *published)
-        self._offload, self._recorder = offload, Recorder(process)
+        self._policy, self._offload, self._recorder = policy, offload, recorder or Recorder(process)
+        self._seed = derive_seed(seed, policy)
         copied = self.decoder, self._optimizer, self._kept, self._ranks, self._sums
         self._room = Snapshot.room(*copied) if checkpoints else None  # memory for the next snapshot
         self._snapshot: Snapshot | None = None
@@ -140,17 +148,23 @@ class NativeTrainer:
 
         Raises ValueError for a sample of another policy than the one that this trainer trains.
         """
-        _expect_own(*{sample.policy for sample in samples})
+        self._expect_own(*{sample.policy for sample in samples})
 
         def run() -> TrainResult:
             self._come_back()  # gradients are added to what there is
             critic, at_peak = self._critic and self._critic.model, self._recorder.memory.update
-            result = training_pass.forward_backward(self.decoder, samples, losses, self._compute, at_peak, critic)
+            drops = self._adapter is not None and self._adapter.config.dropout > 0
+            how = at_peak, critic, Dropout(self._seed, self.updates) if drops else None
+            result = training_pass.forward_backward(self.decoder, samples, losses, self._compute, *how)
             self._recorder.count("trained_tokens", result.metrics["tokens"])
             self._recorder.count("trained_samples", len(samples))
             return result
 
         return await self._do("train", run, self.updates, samples=len(samples))
+
+    async def check(self, scale: float) -> None:
+        """Raise TrainingDiverged, and free the policy's gradient, when `scale` times it is not finite."""
+        await self._do("apply", lambda: self._optimizer.norm(scale))
 
     async def apply(self, scale: float) -> Metrics:
         """Take one optimizer step with `scale` times the gradient, for policy and critic; returns metrics.
@@ -185,7 +199,7 @@ class NativeTrainer:
         publication = self._publication
         if publication is None:
             raise ValueError("this trainer was built without a sender: it cannot publish weights")
-        _expect_own(version.policy)
+        self._expect_own(version.policy)
 
         def run() -> WeightUpdate:
             again = publication.publish_again
@@ -257,17 +271,26 @@ class NativeTrainer:
 
     async def load(self, folder: str) -> None:
         """Restore the trainer from `folder`. Raises CheckpointError, and changes nothing, if it does not fit."""
-        await self._copied()
+        await self.restore(await self.checked(folder))
+
+    async def checked(self, folder: str) -> Restore:
+        """Read and check what `save` wrote to `folder`, for `restore`. Raises CheckpointError if it does not fit."""
         whole = self.decoder, self._optimizer, self._kept, self._sums, self._adapter
+        return await self._do("load", lambda: read_checkpoint(Path(folder), *whole))
+
+    async def restore(self, restore: Restore) -> None:
+        """Go on from what `checked` returned."""
+        await self._copied()
         async with self._steady:
-            await self._do("load", lambda: load_checkpoint(Path(folder), *whole))
+            await self._do("load", restore)
         if self._publication is not None:
             self._publication.forget()
 
     async def export(self, folder: str) -> None:
         """Write the policy (or the critic) to `folder` as a Hugging Face model; the first of several ranks writes it."""
         to = Path(folder), self._source, DTYPES[self.settings.serving_dtype], self._ranks.rank == 0
-        policy, scored = partial(export_policy, self.decoder, *to, self._adapter and self._adapter.config), self._exports
+        to, scored = (*to, self._adapter and self._adapter.config), self._exports
+        policy = partial(export_policy, self.decoder, *to)
         await self._do("export", policy if scored is None else partial(export_scored, scored, *to))
 
     async def sleep(self) -> None:
@@ -304,6 +327,11 @@ class NativeTrainer:
 
         return await self._recorder.asked(self._offload, run)
 
+    def _expect_own(self, *policies: str) -> None:
+        """Raise ValueError unless these are the one policy that this trainer holds."""
+        if other := next((policy for policy in policies if policy != self._policy), None):
+            raise ValueError(f"the policy {other!r}: this trainer trains {self._policy!r} only")
+
     def progress(self) -> float:
         done = self._recorder.counters
         return self._compute.lanes.begun + done.get("updates", 0.0) + done.get("saved_files", 0.0)
@@ -321,12 +349,6 @@ class NativeTrainer:
         self._ranks.close()
         if self._publication is not None:
             self._publication.close()
-
-
-def _expect_own(*policies: str) -> None:
-    """Raise ValueError unless these are the one policy that this trainer holds."""
-    if other := next((policy for policy in policies if policy != "policy"), None):
-        raise ValueError(f"the policy {other!r}: this trainer trains 'policy' only")
 
 
 def _placed(decoder: Decoder, device: torch.device, settings: AdamWSettings) -> Decoder:

@@ -57,16 +57,28 @@ class TrainedAdapter:
     base: str  # fingerprint of the frozen weights as they are held
     served: Version  # their name in the served dtype
     bytes: int  # of this rank's part of them in that dtype
+    critic: str = ""  # fingerprint of a critic's frozen weights, if it has an adapter of its own
+
+    @property
+    def bases(self) -> dict[str, str]:
+        """The fingerprints that a checkpoint names, because it goes on with these frozen weights only."""
+        return {"base": self.base} | ({"critic_base": self.critic} if self.critic else {})
 
     @classmethod
-    def of(cls, config: AdapterConfig, decoder: Decoder, ranks: Ranks, dtype: str) -> TrainedAdapter:
-        """Sum up the frozen weights; all ranks must do so at the same time. dtype: that is served."""
+    def of(
+        cls, config: AdapterConfig, decoder: Decoder, ranks: Ranks, dtype: str, critic: Decoder | None = None
+    ) -> TrainedAdapter:
+        """Sum up the frozen weights; all ranks must do so at the same time.
+
+        dtype: that is served. critic: its decoder, if that has an adapter of its own.
+        """
         held, served, blocks = decoder.embed.weight.dtype, DTYPES[dtype], own_blocks(decoder, ranks)
         found = [
             Contents.of_blocks(decoder, blocks(), each, ranks.sums).fingerprint for each in dict.fromkeys((held, served))
         ]
         size = sum(block.tensor.numel() for block in blocks()) * served.itemsize
-        return cls(config, found[0], base_version(found[-1]), size)
+        beside = critic and Contents.of_blocks(critic, own_blocks(critic, ranks)(), held, ranks.sums).fingerprint
+        return cls(config, found[0], base_version(found[-1]), size, beside or "")
 
 
 class Publication:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import compress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -44,6 +44,9 @@ from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.publication import TrainedAdapter
 from tidemill.trainer.ranks import Ranks
 from tidemill.trainer.replica_sums import ReplicaSums
+
+Restore = Callable[[], None]
+"""Restores a trainer to a checkpoint that was read and checked; called once."""
 
 FORMAT = 1
 _STEM, _STATE = "optimizer", "trainer.json"
@@ -170,7 +173,7 @@ class Snapshot:
             write_blocks(path, [*self.optimizer, *random], save_file)
             wrote(path)
             if rank == 0:
-                state = {"format": FORMAT, "updates": self.updates} | ({"base": adapter.base} if adapter else {})
+                state = {"format": FORMAT, "updates": self.updates} | (adapter.bases if adapter else {})
                 (folder / _STATE).write_text(json.dumps(state))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: {error}") from error
@@ -189,18 +192,18 @@ def _places(blocks: Iterable[Slice], room: Iterable[Slice]) -> list[Slice]:
     return [replace(block, tensor=known[block.name] if fits(block) else next(made)) for block in blocks]
 
 
-def load_checkpoint(
+def read_checkpoint(
     folder: Path,
     decoder: Decoder,
     optimizer: Optimizer,
     kept: Sequence[Kept],
     sums: ReplicaSums,
     adapter: TrainedAdapter | None = None,
-) -> None:
-    """Restore decoder, optimizer, random states, `kept` and `sums` to the moment of the snapshot.
+) -> Restore:
+    """Read a checkpoint of decoder, optimizer, random states, `kept` and `sums`; returns what restores them to it.
 
-    Any number of ranks may have written it, and each rank reads the rows that it holds. Raises CheckpointError, and changes
-    nothing, when the folder does not fit.
+    Any number of ranks may have written it, and each rank reads the rows that it holds. Raises CheckpointError when the
+    folder does not fit. Nothing is changed before the restoration.
     """
     updates = _read_state(folder / _STATE, adapter)
     files = rank_files(folder, _STEM) or [folder / OPTIMIZER]
@@ -213,16 +216,20 @@ def load_checkpoint(
     errors = sums.saved(reader.names)
     reader.check(files[0], [*expected, *(block for blocks in errors for block in blocks)], random)
     weights, tensors, owed = _read_weights(folder, decoder), reader.read(expected), sums.owed(errors, reader.read)
-    with torch.no_grad():
-        for block, saved in zip(trained_blocks(decoder), weights, strict=True):
-            block.tensor.copy_(saved)
-    for each, blocks in parts:
-        each.restore({block.name: tensors.pop(block.name) for block in blocks}, updates)
-    optimizer.restore(tensors, updates)
-    sums.restore(owed)
-    torch.set_rng_state(random[_CPU_RNG])
-    if _CUDA_RNG in random and torch.cuda.is_available():
-        torch.cuda.set_rng_state(random[_CUDA_RNG])
+
+    def restore() -> None:
+        with torch.no_grad():
+            for block, saved in zip(trained_blocks(decoder), weights, strict=True):
+                block.tensor.copy_(saved)
+        for each, blocks in parts:
+            each.restore({block.name: tensors.pop(block.name) for block in blocks}, updates)
+        optimizer.restore(tensors, updates)
+        sums.restore(owed)
+        torch.set_rng_state(random[_CPU_RNG])
+        if _CUDA_RNG in random and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random[_CUDA_RNG])
+
+    return restore
 
 
 def _read_weights(folder: Path, decoder: Decoder) -> Iterator[Tensor]:
@@ -266,7 +273,7 @@ def _random() -> dict[str, Tensor]:
 
 
 def _read_state(file: Path, adapter: TrainedAdapter | None) -> int:
-    """The number of updates done. Raises CheckpointError if the adapter was trained on another base."""
+    """The number of updates done. Raises CheckpointError if an adapter was trained on another base."""
     try:
         state = parse_json(file.read_bytes())
     except (OSError, CodecError) as error:
@@ -278,9 +285,16 @@ def _read_state(file: Path, adapter: TrainedAdapter | None) -> int:
     updates = state.get("updates")
     if not isinstance(updates, int) or updates < 0:
         raise CheckpointError(f"{file}: updates = {updates!r}, expected a number >= 0")
-    if adapter is not None and state.get("base") != adapter.base:
-        raise CheckpointError(
-            f"{file}: the adapter was trained on a base with the fingerprint {state.get('base')}, and {adapter.config.base} "
-            f"has {adapter.base} now: bring back the model folder as it was, or begin a new run"
-        )
+    if adapter is not None:
+        _expect_bases(file, state, adapter)
     return updates
+
+
+def _expect_bases(file: Path, state: dict[str, Any], adapter: TrainedAdapter) -> None:
+    for name, base in adapter.bases.items():
+        whose, model = ("the adapter", adapter.config.base) if name == "base" else ("the critic's adapter", "its model")
+        if state.get(name) != base:
+            raise CheckpointError(
+                f"{file}: {whose} was trained on a base with the fingerprint {state.get(name)}, and {model} has {base} now: "
+                "bring back the model folder as it was, or begin a new run"
+            )

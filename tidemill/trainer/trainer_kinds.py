@@ -113,6 +113,12 @@ class LoraSettings(Config):
         "is a regular expression of whole names",
     )
     rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) instead (rank-stabilised, 2312.03732)")
+    dropout: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Share of an adapter's inputs that a training pass sets to 0. none: that of `start`, or 0",
+    )
     start: str | None = Field(
         default=None,
         description="PEFT folder whose adapter is trained on, with its rank, alpha and targets. none: a new adapter",
@@ -133,10 +139,11 @@ class LoraSettings(Config):
     def config(self) -> AdapterConfig:
         """The adapter that these settings describe. Raises UnsupportedModel if `start` holds none."""
         if self.start is not None:
-            return replace(AdapterConfig.from_folder(Path(self.start).expanduser()), dropout=0.0)
+            known = AdapterConfig.from_folder(Path(self.start).expanduser())
+            return known if self.dropout is None else replace(known, dropout=self.dropout)
         targets = self.targets if isinstance(self.targets, str) else tuple(self.targets)
         how = {"rslora": self.rslora, "base_dtype": self.base_dtype}
-        return AdapterConfig(rank=self.rank, alpha=self.alpha, targets=targets, **how)
+        return AdapterConfig(self.rank, self.alpha, targets, dropout=self.dropout or 0.0, **how)
 
     @model_validator(mode="after")
     def _one_adapter(self) -> Self:
@@ -168,6 +175,14 @@ class LoraSettings(Config):
         if not given:
             raise ValueError("targets is empty, so nothing would be trained; expected 'all-linear' or ['q_proj', 'v_proj']")
         return given
+
+
+class PolicySpec(Config):
+    """One of the policies that a trainer of several trains: an adapter of its own on their common base."""
+
+    lr: float
+    lora: LoraSettings
+    steps: int  # its optimizer updates of the whole run
 
 
 class TrainerSettings(AdamWSettings):
@@ -260,6 +275,28 @@ class TrainerSpec(Config):
     rank: int = 0
     meeting: str = ""  # file at which several ranks meet
     profile: Path | None = None  # folder for `operator_profiler`
+    policies: dict[str, PolicySpec] = Field(default={})  # by name; empty: one policy, "policy", by `trainer` and `steps`
+
+    @property
+    def base_dtype(self) -> BaseDtype:
+        """The numbers of the layers' matrices under the policies' adapters."""
+        held: list[BaseDtype] = [each.lora.base_dtype for each in self.policies.values()]
+        return held[0] if held else "float32"
+
+    @model_validator(mode="after")
+    def _one_base(self) -> Self:
+        first = next(iter(self.policies), "")
+        for name, each in self.policies.items():
+            if (held := each.lora.base_dtype) != self.base_dtype:
+                raise ValueError(
+                    f"the policies {first!r} and {name!r} are adapters on a base in {self.base_dtype} and in {held}, and "
+                    "all share one base: give them the same lora.base_dtype"
+                )
+            if (other := f"{name}-adapter") in self.policies:
+                raise ValueError(
+                    f"the policies {name!r} and {other!r}: {name!r} is exported to folders of both names; rename {other!r}"
+                )
+        return self
 
 
 def folder_of(companion: ReferenceSettings | CriticSettings | None, initial: Path) -> Path | None:

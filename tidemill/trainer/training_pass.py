@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from tidemill.algorithms.losses import PROPORTIONAL, evaluate, loss_by_name
 from tidemill.core.types import Array, LossSpec, Sample, TrainResult
+from tidemill.models.adapter_dropout import Dropout, DroppedRows, Dropping
 from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import Decoder
 from tidemill.models.logprobs import token_logprobs
 from tidemill.models.served_linear import gathering
 from tidemill.models.trained_linear import prepares_sizes
 from tidemill.models.value_model import ValueModel
-from tidemill.trainer.micro_batches import Batch, BatchRow, Unit, by_attempt, pack, rows_of, split
+from tidemill.trainer.micro_batches import Batch, BatchRow, Unit, by_attempt, pack, prefixes, rows_of, split
 from tidemill.trainer.parallel_micro_batches import Lanes, lanes_for
 from tidemill.trainer.ranks import Ranks
 
@@ -78,11 +79,15 @@ class Compute:
         keeps = prepares_sizes(self.device.type, self.autocast is not None)
         return pack(rows, self.device, up_to=self.budget if keeps else 0)
 
-    def hidden(self, decoder: Decoder, batch: Batch) -> Tensor:
-        """The hidden states [M, D] that the batch's M target tokens are predicted from."""
+    def hidden(self, decoder: Decoder, batch: Batch, dropped: DroppedRows | None = None) -> Tensor:
+        """The hidden states [M, D] that the batch's M target tokens are predicted from.
+
+        dropped: rows of which adapters drop inputs; None: they drop nothing.
+        """
         self.lanes.take()
         attend = packed_attention(batch.families, decoder.arch.windows, batch.tokens.device)
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        autocast = torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        with autocast, Dropping(dropped):
             checkpointing = self.checkpointing if torch.is_grad_enabled() else 0.0
             hidden = decoder(batch.tokens, batch.positions, attend, batch.wanted, checkpointing=checkpointing)
         return hidden.index_select(0, batch.predictors)
@@ -136,11 +141,13 @@ def forward_backward(
     compute: Compute,
     at_peak: Callable[[], object] | None = None,
     critic: ValueModel | None = None,
+    dropout: Dropout | None = None,
 ) -> TrainResult:
     """Add the gradient of the sum of weight * loss over tokens to the parameters' `.grad`.
 
     A critic's parameters are included. at_peak: called once, when the activations of the largest micro-batch are in memory.
-    Raises ValueError when a sample names a loss that is not in `losses`.
+    dropout: of adapters' inputs; None: nothing is dropped. Raises ValueError when a sample names a loss that is not in
+    `losses`.
     """
     if unknown := sorted({s.loss for s in samples} - set(losses)):
         raise ValueError(f"samples ask for the loss {', '.join(unknown)}; given were {', '.join(losses) or 'none'}")
@@ -155,11 +162,13 @@ def forward_backward(
         """Run one micro-batch in a function, so that its tensors are freed before the next one."""
         with torch.set_grad_enabled(with_gradient):
             batch = compute.pack(part)
-            hidden = compute.hidden(decoder, batch)
+            dropped = dropout and dropout.of(prefixes(batch), batch.wanted)
+            hidden = compute.hidden(decoder, batch, dropped)
             live, entropy = compute.logprobs(decoder, batch, hidden)
             values = None
             if critic is not None:
-                values = critic.values(hidden if critic.decoder is decoder else compute.hidden(critic.decoder, batch))
+                own = hidden if critic.decoder is decoder else compute.hidden(critic.decoder, batch, dropped)
+                values = critic.values(own)
             total = 0 * (live.sum() if values is None else live.sum() + values.sum()) if part is IDLE else live.new_zeros(())
             for name in batch.losses if part is not IDLE else ():
                 value, metrics = evaluate(functions[name], *batch.loss_input(name, live, entropy, values))
@@ -181,7 +190,7 @@ def forward_backward(
             largest = max(parts, key=lambda part: sum(row.length - row.shared for row in part), default=None)
             work = partial(run, with_gradient=with_gradient, largest=largest)
             compute.each(work, (parts, lanes), modules, with_gradient)
-    return TrainResult(_added_up(found), logprobs)
+    return TrainResult(_added_up(found), logprobs, drops=dropout is not None)
 
 
 def _has_gradient(sample: Sample, proportional: set[str]) -> bool:

@@ -151,6 +151,7 @@ requests = st.lists(
         st.booleans(),
         st.integers(0, 30),
         st.sampled_from(["", "abort", "drain", "renew", "stop"]),
+        st.integers(0, 2),
     ),
     min_size=1,
     max_size=14,
@@ -158,17 +159,17 @@ requests = st.lists(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@given(requests, st.integers(1, 9), st.integers(6, 14), st.integers(1, 5), st.booleans())
-@settings(max_examples=150)
-def test_scheduler_computes_every_token_once_and_ends(ahead, wanted, chunk, pages, slots, prefix_cache):
+@given(requests, st.integers(1, 3), st.integers(1, 9), st.integers(6, 14), st.integers(1, 5), st.booleans())
+@settings(max_examples=200)
+def test_scheduler_computes_every_token_once_and_ends(ahead, wanted, policies, chunk, pages, slots, prefix_cache):
     """ahead: the next step is planned before what this one samples is known, but for what must know it."""
     blocks = BlockManager(pages + 1, PAGE, prefix_cache)
-    scheduler = Scheduler(blocks, slots, 24, chunk)
+    scheduler = Scheduler(blocks, slots, 24, chunk, [PolicyKey(str(number)) for number in range(policies)])
     memory: dict[int, tuple] = {}  # what lies at each write position: the prefix it was computed from
     pending, ended = [], 0
-    for text, extra, probe, when, event in wanted:
-        probe = probe and len(text) > 1
-        sequence = Sequence(np.array(text, np.int32), limit=len(text) + (0 if probe else extra), probe=probe)
+    for text, extra, probe, when, event, policy in wanted:
+        probe, limit = probe and len(text) > 1, len(text) + (0 if probe and len(text) > 1 else extra)
+        sequence = Sequence(np.array(text, np.int32), limit, policy % policies, probe=probe)
         if len(text) > scheduler.context - (not probe):
             with pytest.raises(ValueError, match="context"):
                 scheduler.submit(sequence)
@@ -176,6 +177,7 @@ def test_scheduler_computes_every_token_once_and_ends(ahead, wanted, chunk, page
             scheduler.submit(sequence)
             pending.append((sequence, when, event))
     under_way: list[tuple[Plan, np.ndarray]] = []
+    order = {entry[0]: number for number, entry in enumerate(pending)}
 
     def end(entry):
         nonlocal ended
@@ -201,9 +203,10 @@ def test_scheduler_computes_every_token_once_and_ends(ahead, wanted, chunk, page
             elif entry[2] == "renew":
                 while under_way:
                     learn()
-                scheduler.salt = PolicyKey(step=step)
-                scheduler.preempt_all(renew=True)
-        scheduler.admitting = not any(e[2] == "drain" and e[1] <= step < e[1] + 5 for e in pending)
+                scheduler.salts[entry[0].policy] = PolicyKey(str(entry[0].policy), step=step)
+                scheduler.begin_again(entry[0].policy)
+        drains = {e[0].policy for e in pending if e[2] == "drain" and e[1] <= step < e[1] + 5}
+        scheduler.draining = frozenset(drains)
         scheduler.check_integrity()
         if under_way and scheduler.may_preempt():
             learn()
@@ -217,8 +220,11 @@ def test_scheduler_computes_every_token_once_and_ends(ahead, wanted, chunk, page
             assert not scheduler.running
             if not pending:
                 break
-            assert not scheduler.admitting
+            assert scheduler.draining
             continue
+        assert not any(sequence.policy in drains for sequence in plan.admitted)
+        held = [s for s in scheduler.waiting if not s.released and s.slot < 0]
+        assert held == sorted(held, key=lambda s: order[s]), "the queue keeps its order"
         tokens = scheduler.tokens.copy()  # as the device will read them
         for earlier, sampled in under_way:
             places = earlier.sample_slots, earlier.sample_positions
@@ -239,6 +245,7 @@ def test_scheduler_computes_every_token_once_and_ends(ahead, wanted, chunk, page
     assert not pending, "a request starved"
     scheduler.check_integrity()
     assert blocks.available == blocks.usable and scheduler.waiting_count == 0 and scheduler.in_flight == 0
+    assert scheduler.begun(range(policies)) == 0
 
 
 def _check_plan(scheduler, tokens, plan, memory, chunk):
@@ -249,6 +256,7 @@ def _check_plan(scheduler, tokens, plan, memory, chunk):
     rows = [(int(s), int(n) - 1) for s, n in zip(plan.singles, plan.lengths, strict=True)]
     rows += [(c.slot, c.start + i) for c in plan.chunks for i in range(c.count)]
     assert len(rows) == len(plan.tokens)
+    assert plan.policies.tolist() == [scheduler.running[slot].policy for slot, _ in rows]
     written = plan.writes[plan.writes >= size]
     assert len(np.unique(written)) == len(written), "two rows write the same place"
     decoding = written[np.isin(written, plan.writes[: len(plan.singles)])]

@@ -303,7 +303,7 @@ async def test_a_last_turn_that_was_preempted_finds_what_it_had_sampled(started)
     scheduler = under_test._scheduler
     await until(lambda: scheduler.running and scheduler.computed[0] == 30)
     under_test._settle()
-    scheduler.preempt_all(renew=False)
+    scheduler.preempt_all()
     assert len(scheduler.blocks._by_key) == 7
     plain = await started().generate(GenerateRequest(prompt(), params))
     assert (await asked).tokens.tolist() == plain.tokens.tolist()

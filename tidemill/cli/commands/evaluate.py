@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +17,12 @@ from tidemill.cli.commands.run_state import is_run, state_of
 from tidemill.cli.commands.screen import Row, print_json, show_rows
 from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.evaluation import Evaluator, interval
+from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import usable_cores
 from tidemill.core.hub import fetch, is_name, shown
-from tidemill.core.types import Metrics
+from tidemill.core.interfaces import Environment
+from tidemill.core.types import Metrics, Version
 from tidemill.envs.build_environment import make_environment
 from tidemill.models.conversations import check_prompts
 from tidemill.run.build_controller import make_episodes
@@ -44,6 +46,8 @@ class Subject:
     tasks: int
     recorded: tuple[int, float] | None = None  # tasks and accuracy in the run's own report
     logs: Path | None = None  # of the run
+    adapters: Mapping[str, Path] = field(default_factory=dict[str, Path])  # of a run of several policies, all of them
+    base: Path | None = None  # the model to which they are added
 
 
 def evaluate(
@@ -105,8 +109,28 @@ def _of_run(folder: RunFolder, tasks: int | None, which: Which, overrides: Seque
         other = "; its initial/ can be evaluated with --which initial" if folder.initial.is_dir() else ""
         now = state_of(folder).what_to_do()
         raise ConfigError(f"{folder.path} has no {which}/, which is written after {when}: {now}{other}")
-    config = fetched(with_sources(config, folder).model_copy(update={"model": str(model)}), folder.path)
-    return Subject(model, config, tasks or config.eval.final_tasks, _recorded(folder, which, changed), folder.logs)
+    adapters = _adapters(config, folder) if which == "final" else {}
+    if which == "initial" and (begun := _begun_with_adapters(config)):
+        raise ConfigError(
+            f"--which initial is the model alone, and {folder.path} began with adapters of {', '.join(begun)}: leave "
+            "--which out"
+        )
+    base = folder.initial if adapters else None
+    config = fetched(with_sources(config, folder).model_copy(update={"model": str(base or model)}), folder.path)
+    recorded = _recorded(folder, which, changed)
+    return Subject(model, config, tasks or config.eval.final_tasks, recorded, folder.logs, adapters, base)
+
+
+def _begun_with_adapters(config: RunConfig) -> list[str]:
+    """The policies of a run of several that were something else than the model when it began."""
+    started = [name for name, each in config.adapters.items() if each.start is not None]
+    return [*started, *config.frozen_policies] if config.policies else []
+
+
+def _adapters(config: RunConfig, folder: RunFolder) -> dict[str, Path]:
+    """The adapters that a run of several policies ended with, and those of its frozen ones; none if it had one policy."""
+    trained = {name: folder.final / f"{name}-adapter" for name in config.trained_policies if config.policies}
+    return trained | {name: Path(each).expanduser() for name, each in config.frozen_policies.items()}
 
 
 def _recorded(folder: RunFolder, which: Which, changed: Sequence[str]) -> tuple[int, float] | None:
@@ -124,16 +148,28 @@ async def _run(subject: Subject) -> tuple[str, Metrics, float]:
         scoring_workers(config) as scorer,
         in_its_workers(config, make_environment(config.env, scorer), config.env) as environment,
     ):
-        model = ModelFolder.open(subject.model)
+        model = ModelFolder.open(subject.base or subject.model)
         tasks = environment.tasks("eval")[: subject.tasks]
         known = model.architecture
         check_prompts(tasks, model.tokenizer, config.engine.context_of(known.context), known.vocab)
         with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as logs:
-            async with start_engine(config, model.path, Path(logs), usable_cores()) as engine:
+            async with start_engine(config, model.path, Path(logs), usable_cores(), subject.adapters) as engine:
                 pool = EnginePool([Member("engine-0", engine, await engine.capabilities())])
-                evaluator = Evaluator(pool, make_episodes(config, environment, model), config.seed)
+                evaluator = Evaluator(pool, _episodes(subject, environment, model), config.seed)
                 results = await evaluator(tasks)
         return environment.name, results, time.monotonic() - begin
+
+
+def _episodes(subject: Subject, environment: Environment, model: ModelFolder) -> EpisodeSetup:
+    """The episodes of an evaluation: each policy plays its own environments, and any may be asked."""
+    config, adapters = subject.config, subject.adapters
+    if not adapters:  # one model plays them all
+        return make_episodes(config.model_copy(update={"policies": {}}), environment, model)
+    from tidemill.models.adapter_update import folder_fingerprint
+
+    frozen = {name: adapters[name] for name in config.frozen_policies}
+    served = {name: Version(0, policy=name, fingerprint=folder_fingerprint(each)) for name, each in frozen.items()}
+    return make_episodes(config, environment, model, served)
 
 
 def as_figures(results: Metrics) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rich.text import Text
 from tidemill.algorithms.advantages import USING_GIVEN
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.algorithms.losses import loss_by_name
+from tidemill.algorithms.mixture import COMMON
 from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, NOTES, PRESETS, SCORE
 from tidemill.cli.algorithm_reference import entry, flat, number
 from tidemill.cli.commands.plan_sections import figures, sections, show
@@ -79,9 +80,11 @@ def _tasks_of(config: RunConfig, algorithms: Mapping[str, Any]) -> dict[str, Any
             "name": each.name,
             "kind": each.kind,
             "share": each.weight / total,
-            "algorithm": (each.own_algorithm or config.algorithm).name,
+            "algorithm": (own.get(each.name) or own[COMMON]).name,
+            **({"policy": config.policy_of[each.name]} if config.policies else {}),
         }
         for each in environments
+        for own in [config.policy_algorithms[config.policy_of[each.name]]]
     ]
     return {
         "order": data.order,
@@ -102,11 +105,15 @@ def _task_rows(about: Mapping[str, Any]) -> list[Row]:
     if about["retire"]:
         retired = f"a task of which a whole group was passed at {about['retire']:g} or more does not come again"
     environments = [
-        (each["name"], f"{100 * each['share']:.1f} % of the groups, {each['kind']}, {each['algorithm']}")
+        (each["name"], f"{100 * each['share']:.1f} % of the groups, {each['kind']}, {each['algorithm']}{_trains(each)}")
         for each in about["environments"]
     ]
     rows = [("order", f"{order}: {ORDERS[order]}{more}"), ("retirement", retired)]
     return [*rows, *(environments if len(environments) > 1 else [])]
+
+
+def _trains(environment: Mapping[str, Any]) -> str:
+    return f", trains {environment['policy']}" if "policy" in environment else ""
 
 
 def _titled(recipe: Path, environment: str, algorithms: int) -> str:

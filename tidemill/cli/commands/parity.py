@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli.backend_parity import ParityReport, check
-from tidemill.cli.commands.run_state import is_run, model_of
+from tidemill.cli.commands.run_state import is_run, model_of, policies_in
 from tidemill.cli.engine_check import EngineCheck, check_engine
 from tidemill.cli.logprob_audit import Replay, VersionReplay, replay
 from tidemill.core.config import build
@@ -25,7 +25,7 @@ def parity(target: Path, length: int, as_json: bool) -> int:
     """Show the comparison. Returns 0 if all agrees, 1 if not or nothing was replayed."""
     run = RunFolder.existing(target) if target.is_dir() and is_run(target) else None
     replayed = asyncio.run(replay(run)) if run else None
-    model = run.initial if run and not run.final.is_dir() else model_of(target)  # an unfinished run has no final/
+    model = model_of(target) if run is None else _model_of(run)
     report = asyncio.run(check(model, length))
     engine = asyncio.run(check_engine(build(RunConfig, run.recipe()), model)) if run else None
     ok = report.ok and (replayed is None or replayed.ok) and (engine is None or engine.ok)
@@ -42,6 +42,13 @@ def parity(target: Path, length: int, as_json: bool) -> int:
         if replayed:
             _show_replay(replayed, live)
     return 0 if ok else 1
+
+
+def _model_of(run: RunFolder) -> Path:
+    """The run's model, its first policy's, or the initial one of an unfinished run, which has no final/."""
+    if not run.final.is_dir():
+        return run.initial
+    return run.final / names[0] if (names := policies_in(run.final)) else run.final
 
 
 def replay_data(replayed: Replay, live: dict[str, Any] | None) -> dict[str, Any]:

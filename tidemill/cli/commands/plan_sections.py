@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
-from tidemill.algorithms.mixture import algorithm_of
 from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.cli.commands.screen import INDENT, Row, console, print_rows
 from tidemill.core.errors import ConfigError
@@ -20,6 +19,7 @@ from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSettings, environments_of
 from tidemill.models.architecture import Architecture, parameters
+from tidemill.run.build_controller import make_algorithm
 from tidemill.run.planner.device_plan import DevicePlan, given_in, in_a_row
 from tidemill.run.planner.device_rates import planned_devices
 from tidemill.run.planner.memory_check import advised, refusal
@@ -44,7 +44,7 @@ def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
     model's folder is missing.
     """
     try:
-        asks = algorithm_of(config.algorithms, config.rollout.max_tokens).asks
+        asks = make_algorithm(config).asks
         if complete:
             expect_model(config.model)
         arch = architecture_of(config.model)
@@ -193,6 +193,8 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
 
 def _denominator(config: RunConfig, step: StepSize) -> str:
     """The divisor of an update's weighted sum, in words."""
+    if len(config.policies) > 1:
+        return "each policy's own, of its groups, as if it were trained alone"
     if len(config.algorithms) > 1:
         return "each algorithm's own, of its groups; each counts by its share of the step's groups"
     s, most = first_algorithm(config), step.denominator

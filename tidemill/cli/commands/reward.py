@@ -89,9 +89,8 @@ async def _check(config: RunConfig, written: AnyEnv, own: Sequence[Own]) -> Chec
             raise ConfigError(f"--answers names task {min(unknown)!r}, and {environment.name} has none of that id")
         limit_s = config.rollout.episode_s
         await scorer.start()  # so that no call includes the start of a process
-        return await check(
-            environment, list(chosen.values()), limit_s=limit_s, budget_s=BUDGET_S, own=own, without_gold=True
-        )
+        how = {"limit_s": limit_s, "budget_s": BUDGET_S, "without_gold": True, "frozen": config.frozen_policies}
+        return await check(environment, list(chosen.values()), own=own, **how)
 
 
 def _show(found: Check) -> None:

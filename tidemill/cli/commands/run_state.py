@@ -60,7 +60,14 @@ def model_of(path: Path) -> Path:
         raise ConfigError(
             f"run {str(path)!r} has no final/, which is written after its last step: {now}; or give a model folder"
         )
+    if names := policies_in(final):
+        raise ConfigError(f"run {str(path)!r} trained {len(names)} policies: give the model of one, {final / names[0]} say")
     return final
+
+
+def policies_in(final: Path) -> list[str]:
+    """The policies of which a run's `final` holds a model each; none where it is a model itself."""
+    return [] if (final / "config.json").is_file() else sorted(each.parent.name for each in final.glob("*/config.json"))
 
 
 def is_run(path: Path) -> bool:

@@ -13,6 +13,7 @@ from tidemill.core.errors import PeerLost
 from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.time_breakdown import lines
 from tidemill.run.recipe import RunConfig, load_recipe
+from tidemill.run.report import finals
 from tidemill.run.session import RunEnded, run
 
 RECIPES = next(p for p in (Path(__file__).parents[2] / "recipes", Path(__file__).parents[3] / "recipes") if p.is_dir())
@@ -55,7 +56,7 @@ def show_end(config: RunConfig, recipe: Path, ended: RunEnded, newcomer: bool) -
     for rows, style in (
         (_time(report), "dim"),
         ([("ledger", _ledger(report)), *_judged(report)], ""),
-        (_next(config, ended.complete, newcomer), ""),
+        (_next(config, report, ended.complete, newcomer), ""),
     ):
         print_labelled(screen, rows, style)
     screen.print()
@@ -92,11 +93,12 @@ def _judged(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [("judged", said)]
 
 
-def _next(config: RunConfig, complete: bool, newcomer: bool) -> list[tuple[str, str]]:
+def _next(config: RunConfig, report: dict[str, Any], complete: bool, newcomer: bool) -> list[tuple[str, str]]:
     folder, me = config.run_dir, own_name()
     following = [f"samples {folder} --worst 3 --tokens"]
     if complete:
-        following += [f"eval {folder}", "new mytask" if newcomer else f"serve {folder}"]
+        served = finals(report, folder)[0] if config.policies else folder
+        following += [f"eval {folder}", "new mytask" if newcomer else f"serve {served}"]
     return [("next", f"{me} {command}") for command in following]
 
 
@@ -107,7 +109,7 @@ def _result(config: RunConfig, ended: RunEnded) -> list[tuple[str, str]]:
         took = f", {took} since it went on after step {earlier}" if earlier else f" in {took}"
         rows = [
             ("done", f"{report['steps']} steps{took}"),
-            ("model", f"{config.run_dir / 'final'} (Hugging Face format)"),
+            *(("model", f"{folder} (Hugging Face format)") for folder in finals(report, config.run_dir)),
         ]
     else:
         rows = [("stopped", f"after step {report['steps']} of {config.steps}; the same command goes on from there")]

@@ -1,4 +1,4 @@
-"""Counters and time spans of an engine, for `Engine.telemetry`."""
+"""Counters and time spans of an engine, for `Engine.telemetry` and `Engine.stats`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager
 
-from tidemill.core.types import Span
+from tidemill.core.interfaces import EngineStats
+from tidemill.core.types import Span, Version
+from tidemill.engine.native.scheduler import Scheduler
 from tidemill.observability.timeline import Beside, Idle
 
 GAP_S = 0.002  # steps closer than this count as one span
@@ -49,6 +51,21 @@ class Activity:
         """Add to counters by name."""
         for name, amount in amounts.items():
             self.counters[name] += amount
+
+    def stats(self, scheduler: Scheduler, version: Version) -> EngineStats:
+        """The engine's load and progress. version: that was committed last."""
+        return EngineStats(
+            waiting=scheduler.waiting_count,
+            running=len(scheduler.running),
+            version=version,
+            kv_used=1 - scheduler.blocks.available / scheduler.blocks.usable,
+            generated=int(self.counters["generated_tokens"]),
+            preemptions=scheduler.preemptions,
+            prompt_tokens=int(self.counters["prompt_tokens"]),
+            cached_tokens=int(self.counters["cached_tokens"]),
+            drafted_tokens=int(self.counters["drafted_tokens"]),
+            accepted_tokens=int(self.counters["accepted_tokens"]),
+        )
 
     def leave(self) -> None:
         """Note that the loop yields to other tasks, such as those that take calls and send results."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 
-from tidemill.engine.engine_kinds import EngineSpec
+from tidemill.core.errors import ConfigError, UnsupportedModel
+from tidemill.core.types import Version
+from tidemill.engine.engine_kinds import UNPUBLISHED, EngineSpec
+from tidemill.engine.native.adapter_staging import SidePolicies
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
+from tidemill.models.adapter_update import ReceivedAdapter, adapter_of_folder
 from tidemill.models.quantised_base import load_served
 from tidemill.models.tokenizer import generation_config, stop_ids
 from tidemill.models.weight_slices import Receiver
@@ -17,16 +24,37 @@ def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> NativeEn
     """Load the folder's weights and start the engine."""
     settings = spec.engine
     assert isinstance(settings, EngineSettings)
+    if spec.side_by_side and settings.batch_invariant:
+        raise ConfigError(
+            "engine.batch_invariant with `policies`: it serves one policy, since rows of several go through products of "
+            "other shapes; turn batch_invariant off"
+        )
     decoder = load_served(spec.model, spec.base_dtype, getattr(torch, settings.dtype))
     return NativeEngine(
         decoder,
         settings,
         receiver=receiver,
-        version=spec.version,
+        version=_side_by_side(spec) if spec.side_by_side else spec.version,
         name=spec.name,
         eos_ids=stop_ids(None, decoder.arch, generation_config(spec.model)),
         cores=cores,
         cached_versions=spec.cached_versions,
         spare=not spec.sleeps,
-        adapted=spec.adapter_rank > 0,
+        adapted=spec.adapters,
     )
+
+
+def _side_by_side(spec: EngineSpec) -> SidePolicies:
+    """The policies of an engine that serves several. Raises UnsupportedModel for a frozen one that cannot be served."""
+    trained = tuple(replace(UNPUBLISHED, policy=name) for name in spec.policies)
+    return SidePolicies(trained, dict(_frozen(name, folder, spec) for name, folder in spec.frozen.items()))
+
+
+def _frozen(name: str, folder: Path, spec: EngineSpec) -> tuple[Version, ReceivedAdapter]:
+    adapter = adapter_of_folder(folder)
+    if adapter.config.base_dtype not in ("float32", spec.base_dtype):  # PEFT writes no such thing
+        raise UnsupportedModel(
+            f"{folder}: its base had matrices in {adapter.config.base_dtype}, and those of this run are in "
+            f"{spec.base_dtype}: set trainer.lora.base_dtype to that, or give another adapter as policy {name!r}"
+        )
+    return Version(0, policy=name, fingerprint=adapter.fingerprint), adapter

@@ -8,7 +8,7 @@ product, and each kind has its own attention kernel. A graph holds the addresses
 turns in serving have graphs of their own, and an update writes into the same memory.
 
 A step is launched before the tokens of the previous step have come back: it reads them on the device, which does not wait
-for planning or recording.
+for planning or recording. Steps of several policies are launched like that, too, but kernel by kernel.
 """
 
 from __future__ import annotations
@@ -170,6 +170,9 @@ class GpuCache(PagedCache):
     def hidden(self, weights: Weights, plan: Plan, table: np.ndarray, wanted: np.ndarray) -> Tensor:
         exact = shape_of(plan, self._tile)
         shape = recorded_shape(exact, len(table), self._tile)
+        if weights.adapters is not None:
+            weights.adapters.begin(plan.policies, None, self.tensor)
+            shape = None  # how many rows each policy has differs from step to step
         numbers = numbers_of(plan, table, self.page_size, self._tile, shape or exact)
         if len(self._sampled) < len(table):
             self._sampled = torch.zeros(len(table), dtype=torch.int32, device=self.device)

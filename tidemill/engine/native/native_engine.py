@@ -27,10 +27,12 @@ from tidemill.core.interfaces import Capabilities, EngineStats
 from tidemill.core.types import Array, Completion, Finish, GenerateRequest, InFlight, Scored, Telemetry, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.native.activity import Activity
+from tidemill.engine.native.adapter_staging import SidePolicies
 from tidemill.engine.native.batch_invariant import check_machine, expect_cpu, run_invariant
 from tidemill.engine.native.cache_size import device_of, pages_of
 from tidemill.engine.native.cuda_graphs import paged_cache
 from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.first_weights import first_weights
 from tidemill.engine.native.kept_conversations import KeptConversations
 from tidemill.engine.native.kv_blocks import BlockManager
 from tidemill.engine.native.paged_attention import PagedCache
@@ -45,14 +47,14 @@ from tidemill.engine.native.request_state import (
     record_details,
     record_probe,
     scored,
+    to_score,
 )
-from tidemill.engine.native.runner import Output, Probed, UnderWay, launch, run
+from tidemill.engine.native.runner import Output, UnderWay, launch, run
 from tidemill.engine.native.scheduler import Scheduler
 from tidemill.engine.native.speculation import Speculation
-from tidemill.engine.native.staged_weights import Staging, serve
 from tidemill.engine.native.step_plan import Plan, Sequence
 from tidemill.engine.native.weight_updates import WeightUpdater
-from tidemill.engine.request_refusals import check_policy, check_request, check_temperature, checked_tokens
+from tidemill.engine.request_refusals import check_request, check_temperature, checked_tokens
 from tidemill.models.decoder import Decoder
 from tidemill.models.host_memory import give_back
 from tidemill.models.weight_slices import Receiver
@@ -69,7 +71,7 @@ class NativeEngine:
         settings: EngineSettings,
         *,
         receiver: Receiver | None,
-        version: Version,
+        version: Version | SidePolicies,
         name: str,
         eos_ids: tuple[int, ...],
         cores: Cores | None = None,
@@ -79,7 +81,8 @@ class NativeEngine:
     ) -> None:
         """Serve `decoder`, which is cast and moved as `settings` say and belongs to the engine from now on.
 
-        receiver: source of updates; None for an engine that is never updated. eos_ids: end a completion unless its
+        receiver: source of updates; None for an engine that is never updated. version: of these weights; or several
+        policies, which are adapters of them and are served side by side. eos_ids: end a completion unless its
         parameters say `ignore_eos`. cores: taken before each step. cached_versions: how many recent versions keep their
         prefix cache; an episode between two turns still has KV of the version it began with. spare: take the memory of the
         next version's weights now. adapted: versions are adapters, which are added to the decoder's weights.
@@ -92,15 +95,15 @@ class NativeEngine:
         decoder = decoder.to(self._device, getattr(torch, settings.dtype)).requires_grad_(False)
         self._arch, self._dtype = decoder.arch, decoder.embed.weight.dtype
         pack = not settings.batch_invariant  # those products have a shape of their own
-        weights = serve(decoder, version, pack)
+        weights, staging, served = first_weights(
+            decoder, version, receiver, name, pack=pack, spare=spare, adapted=adapted, cached_versions=cached_versions
+        )
         if settings.batch_invariant:
             check_machine(weights, settings.page_size)
-        staging = None if receiver is None else Staging(receiver, weights, pack, spare, name, adapted)
         self._pages = pages_of(settings, self._arch, device)
         blocks = BlockManager(self._pages, settings.page_size, settings.prefix_cache)
-        self._scheduler = Scheduler(
-            blocks, settings.max_sequences, settings.context_of(self._arch.context), settings.prefill_chunk
-        )
+        context, salts = settings.context_of(self._arch.context), [each.key for each in served.every]
+        self._scheduler = Scheduler(blocks, settings.max_sequences, context, settings.prefill_chunk, salts)
         self._slots = Slots(settings.max_sequences, self._scheduler.context)
         self._cache: PagedCache | None = self._new_cache()  # None while asleep
         self._requests = RequestTable(self._scheduler)  # everything that waits or runs
@@ -110,11 +113,11 @@ class NativeEngine:
         self._updates = WeightUpdater(
             weights,
             staging,
+            served,
             self._scheduler,
             self._activity,
             name=name,
             in_flight=InFlight(settings.in_flight),
-            cached_versions=cached_versions,
             check=self._check_alive,
             settle=self._settle,
         )
@@ -124,7 +127,8 @@ class NativeEngine:
         self._failure: Exception | None = None
 
     async def capabilities(self) -> Capabilities:
-        return Capabilities(self._scheduler.context, extras=EXTRAS, sleep=True, updates=self._updates.takes)
+        several, takes = not self.settings.batch_invariant, self._updates.takes
+        return Capabilities(self._scheduler.context, extras=EXTRAS, sleep=True, policies=several, updates=takes)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         return await self._result(self._submit(request, stream=False))
@@ -139,13 +143,10 @@ class NativeEngine:
         Row 0, which nothing predicts, holds ids of -1. Raises ValueError for tokens or a temperature that cannot be scored.
         """
         check_temperature(temperature)
-        tokens = self._check(tokens, policy)
-        shape = (len(tokens), min(top_k, self._arch.vocab))
-        probed = Probed(np.zeros(len(tokens), np.float32), np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
+        tokens, number = self._check(tokens, policy)
+        request = to_score(tokens, number, temperature, min(top_k, self._arch.vocab))
         if len(tokens) == 1:
-            return scored(probed, self._updates.weights.version)
-        sequence = Sequence(tokens, limit=len(tokens), probe=True)
-        request = ActiveRequest(sequence, time.monotonic(), temperature=temperature, top_k=top_k, probed=probed)
+            return scored(request.probed, self._updates.served.present(number))
         self._requests.add(request)
         self._run()
         return await self._result(request)
@@ -173,7 +174,7 @@ class NativeEngine:
     def _fall_asleep(self) -> None:
         if self._cache is not None:
             self._settle()
-            self._scheduler.preempt_all(renew=False)
+            self._scheduler.preempt_all()
             self._activity.fall_asleep(self._scheduler.blocks.cached_tokens)
             self._scheduler.blocks = BlockManager(self._pages, self.settings.page_size, self.settings.prefix_cache)
             self._cache = None
@@ -187,19 +188,7 @@ class NativeEngine:
             self._run()
 
     async def stats(self) -> EngineStats:
-        scheduler, counters = self._scheduler, self._activity.counters
-        return EngineStats(
-            waiting=scheduler.waiting_count,
-            running=len(scheduler.running),
-            version=self._updates.weights.version,
-            kv_used=1 - scheduler.blocks.available / scheduler.blocks.usable,
-            generated=int(counters["generated_tokens"]),
-            preemptions=scheduler.preemptions,
-            prompt_tokens=int(counters["prompt_tokens"]),
-            cached_tokens=int(counters["cached_tokens"]),
-            drafted_tokens=int(counters["drafted_tokens"]),
-            accepted_tokens=int(counters["accepted_tokens"]),
-        )
+        return self._activity.stats(self._scheduler, self._updates.served.latest)
 
     @property
     def pages(self) -> int:
@@ -256,7 +245,7 @@ class NativeEngine:
 
     def _step(self, cache: PagedCache) -> None:
         """Schedule a step, run it, and record the tokens of the previous one if it ran ahead."""
-        fault_injection.reach(self.name, "generate", self._updates.weights.version.step)
+        fault_injection.reach(self.name, "generate", self._updates.served.latest.step)
         start = time.monotonic()
         self._cores.take()
         ran = self._under_way is not None
@@ -296,7 +285,7 @@ class NativeEngine:
             output = compute(weights, cache, plan, table, params, top, probes)
             read = lambda: output  # noqa: E731
         self._scheduler.advance(plan)
-        return UnderWay(plan, len(self._updates.versions) - 1, read), not ahead
+        return UnderWay(plan, self._updates.served.epochs[plan.policies[plan.sample_rows]], read), not ahead
 
     def _settle(self) -> None:
         """Wait for the step under way, record its tokens, and finish the requests that end with it."""
@@ -307,7 +296,7 @@ class NativeEngine:
             except Exception as error:  # every request waits for this step, not only the caller's
                 self._stop(error)
                 raise
-            self._record(step.plan, output, step.epoch)
+            self._record(step.plan, output, step.epochs)
 
     def _begin(self, request: ActiveRequest, now: float) -> None:
         request.queued_s = now - request.arrived
@@ -316,14 +305,14 @@ class NativeEngine:
             self._activity.counters["prompt_tokens"] += len(request.sequence.prompt)
             self._activity.counters["cached_tokens"] += request.sequence.cached
 
-    def _record(self, plan: Plan, output: Output, epoch: int) -> None:
+    def _record(self, plan: Plan, output: Output, epochs: np.ndarray) -> None:
         rows, sampled = self._slots, output.sampled
         here = self._scheduler.learn(plan, sampled.tokens)
         self._activity.count(**self._speculation.learn(plan, here))
         slots, positions, tokens = plan.sample_slots[here], plan.sample_positions[here], sampled.tokens[here]
         rows.logprobs[slots, positions] = sampled.logprobs[here]
         rows.model_logprobs[slots, positions] = sampled.model_logprobs[here]
-        rows.epochs[slots, positions] = epoch
+        rows.epochs[slots, positions] = epochs[here]
         self._activity.counters["generated_tokens"] += len(slots)
         for slot in slots[rows.fresh[slots]].tolist():
             rows.fresh[slot], request = False, rows.requests[slot]
@@ -340,14 +329,14 @@ class NativeEngine:
         for chunk, part in zip(plan.probes, output.probed, strict=True):
             if (done := record_probe(rows.requests[chunk.slot], chunk.start, part)) is not None:
                 # A commit restarts what is scored, so this one version did it all.
-                self._requests.finish(done, scored(done.probed, self._updates.weights.version))
+                self._requests.finish(done, scored(done.probed, self._updates.served.present(done.sequence.policy)))
 
     def _submit(self, asked: GenerateRequest, *, stream: bool) -> ActiveRequest:
         check_request(asked, self.name, EXTRAS)
-        tokens, params, key = self._check(asked.tokens, asked.policy), asked.params, asked.key
+        (tokens, policy), params, key = self._check(asked.tokens, asked.policy), asked.params, asked.key
         stops = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)
-        sequence = Sequence(tokens, limit=len(tokens) + params.max_tokens, last=params.last)
-        sequence.salt = self._episodes.salt(key, tokens)
+        sequence = Sequence(tokens, limit=len(tokens) + params.max_tokens, policy=policy, last=params.last)
+        sequence.salt = self._episodes.salt(key, asked.policy, tokens)
         request = ActiveRequest(sequence, time.monotonic(), params, key, tuple(dict.fromkeys(stops)), asked.extras)
         if stream:
             request.stream = asyncio.Queue()
@@ -355,10 +344,11 @@ class NativeEngine:
         self._run()
         return request
 
-    def _check(self, tokens: Array, policy: str) -> np.ndarray:
+    def _check(self, tokens: Array, policy: str) -> tuple[np.ndarray, int]:
+        """The tokens, and the number of the policy. Raises ValueError for what cannot be computed here."""
         self._check_alive()
-        check_policy(policy, self._updates.weights.version, self.name)
-        return checked_tokens(tokens, self._arch.vocab)
+        number = self._updates.served.number(policy, self.name)
+        return checked_tokens(tokens, self._arch.vocab), number
 
     async def _result(self, request: ActiveRequest) -> Any:
         assert request.future is not None
@@ -375,7 +365,8 @@ class NativeEngine:
             self._episodes.remember(request.key, sequence.salt, self._scheduler.tokens[slot, :length])
         tokens = self._scheduler.tokens[slot, len(sequence.prompt) : length]
         self._speculation.finished(request, tokens)
-        self._requests.finish(request, completion(request, finish, tokens, self._slots, self._updates.versions, self.name))
+        versions = self._updates.served.every
+        self._requests.finish(request, completion(request, finish, tokens, self._slots, versions, self.name))
 
     def _check_alive(self) -> None:
         if self._failure is not None:

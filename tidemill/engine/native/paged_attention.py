@@ -98,6 +98,8 @@ class PagedCache:
                 return self._decoded(self._native, layers, weights.decoder, plan, table, wanted, torch.get_num_threads())
             if count:
                 return self._apart(weights, plan, table, wanted)
+        if weights.adapters is not None:
+            weights.adapters.begin(plan.policies, wanted, self.tensor)
         tokens = torch.from_numpy(plan.tokens).to(self.device)
         positions = torch.from_numpy(plan.positions).to(self.device)
         return weights.decoder(tokens, positions, self.attend(plan, table), self.chosen(wanted, len(tokens)))
@@ -323,7 +325,7 @@ def _one_by_one(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _part(plan: Plan, rows: slice, **changed: Any) -> Plan:
     """A plan of some rows of the step's flat row."""
-    given = {"tokens": plan.tokens[rows], "positions": plan.positions[rows], "writes": plan.writes[rows]}
+    given = {name: getattr(plan, name)[rows] for name in ("tokens", "positions", "writes", "policies")}
     return replace(plan, **given, **changed)
 
 

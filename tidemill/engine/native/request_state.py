@@ -6,6 +6,7 @@ The arrays are indexed by [slot, position], so that a step records its whole bat
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -240,6 +241,14 @@ def completion(
         engine=engine,
         extras={name: getattr(slots, name)[slot, row].copy() for name in request.extras},
     )
+
+
+def to_score(tokens: np.ndarray, policy: int, temperature: float, top_k: int) -> ActiveRequest:
+    """The request for logprobs of `tokens` [T] by a policy, given by its number."""
+    shape = (len(tokens), top_k)
+    probed = Probed(np.zeros(len(tokens), np.float32), np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
+    sequence = Sequence(tokens, limit=len(tokens), policy=policy, probe=True)
+    return ActiveRequest(sequence, time.monotonic(), temperature=temperature, top_k=top_k, probed=probed)
 
 
 def scored(probed: Probed | None, version: Version) -> Scored:

@@ -82,7 +82,7 @@ class UnderWay:
     """A step that has been launched."""
 
     plan: Plan
-    epoch: int  # the version that computes it, among those served
+    epochs: np.ndarray  # [S] the versions that sample its tokens, among those served
     read: Callable[[], Output]  # waits for it
 
 

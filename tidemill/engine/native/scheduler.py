@@ -9,6 +9,8 @@ Pages that chunks of a step are about to fill are findable at once: each layer w
 arrive together share a beginning within the very step that computes it. Where all rows decode, none waits for another.
 A twin has the same tokens as a sequence that this very step computes to its end. It computes nothing: it samples from the
 same row, and gets a copy of the page that is not full.
+Sequences of several policies, which are numbers here, stand side by side in a step. Their salts differ, so none finds KV of
+another policy, or is a twin of another policy's sequence.
 
     plan -> advance (it is being computed) -> learn (its sampled tokens)
 
@@ -22,7 +24,7 @@ only from `learn` on, as far as they are what was sampled: nothing else, such as
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -35,11 +37,20 @@ from tidemill.engine.native.step_plan import Chunk, Plan, Sequence
 class Scheduler:
     """Admits, grows, preempts and releases sequences, and plans steps."""
 
-    def __init__(self, blocks: BlockManager, max_sequences: int, context: int, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_sequences: int,
+        context: int,
+        prefill_chunk: int,
+        salts: Iterable[PolicyKey] = (PolicyKey(),),
+    ) -> None:
+        """salts: of each policy, by its number."""
         self.blocks, self.prefill_chunk = blocks, prefill_chunk
         self.context = min(context, blocks.usable * blocks.page_size)  # a lone sequence can always grow to its end
-        self.admitting = True  # False: no new sequence is admitted (drain)
-        self.salt = PolicyKey()  # salt of sequences admitted from now on
+        self.salts = [*salts]  # of the sequences of each policy that are admitted from now on
+        self.draining = frozenset[int]()  # policies of which no new sequence is admitted
+        self._begun = [0] * len(self.salts)  # sequences of each policy that have a slot
         self.preemptions = 0
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # by slot, in order of admission
@@ -53,6 +64,7 @@ class Scheduler:
         self._limit = np.zeros(max_sequences, np.int64)  # tokens each may hold
         self._tenure = np.zeros(max_sequences, np.int64)  # number of sequences that have left the slot
         self._probe = np.zeros(max_sequences, bool)
+        self._policy = np.zeros(max_sequences, np.int64)
         self._free_slots = list(range(max_sequences - 1, -1, -1))
         self._released_waiting = 0  # released entries of `waiting`, which will be skipped
         self._order: np.ndarray | None = None  # `running` as an array
@@ -69,6 +81,10 @@ class Scheduler:
     def in_flight(self) -> int:
         """Sequences that have begun: running, or preempted."""
         return len(self.length) - len(self._free_slots)
+
+    def begun(self, policies: Iterable[int]) -> int:
+        """`in_flight` of some policies."""
+        return sum(self._begun[policy] for policy in policies)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it can never fit."""
@@ -148,6 +164,7 @@ class Scheduler:
             self._leave(sequence, len(sequence.prompt) if sequence.last else None)
         if sequence.slot >= 0:
             self._tenure[sequence.slot] += 1
+            self._begun[sequence.policy] -= 1
             self._free_slots.append(sequence.slot)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -156,14 +173,20 @@ class Scheduler:
         sequence.waiting = True
         self.waiting.appendleft(sequence)
 
-    def preempt_all(self, *, renew: bool) -> None:
-        """Preempt everything. renew: prefill sequences in flight under the current salt, not their own."""
+    def preempt_all(self) -> None:
+        """Preempt everything."""
         for sequence in reversed(list(self.running.values())):
             self.preempt(sequence)
-        for sequence in self.waiting if renew else ():
+
+    def begin_again(self, policy: int) -> None:
+        """Preempt the sequences of a policy, and prefill those in flight under its present salt, not their own."""
+        for sequence in reversed([each for each in self.running.values() if each.policy == policy]):
+            self.preempt(sequence)
+        for sequence in self.waiting:
             if sequence.slot < 0 and not sequence.released:
                 break  # sequences that have begun come first
-            sequence.salt = None
+            if sequence.policy == policy:
+                sequence.salt = None
 
     def check_integrity(self) -> None:
         self.blocks.check_integrity(s.pages for s in self.running.values())
@@ -198,6 +221,7 @@ class Scheduler:
         return budget
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        aside = list[Sequence]()  # new ones of policies that drain: the others need not wait for them
         while self.waiting:
             sequence = self.waiting[0]
             if sequence.released:
@@ -205,19 +229,22 @@ class Scheduler:
                 self._released_waiting -= 1
                 continue
             begun = sequence.slot >= 0
-            if not begun and not (self.admitting and self._free_slots):
-                return
+            if not begun and (len(self.draining) == len(self.salts) or not self._free_slots):
+                break
+            if not begun and sequence.policy in self.draining:
+                aside.append(self.waiting.popleft())
+                continue
             # A probe's last token is only predicted, never computed.
             tokens = self.tokens[sequence.slot, : self.length[sequence.slot]] if begun else sequence.prompt
             tokens = tokens[:-1] if sequence.probe and not begun else tokens
-            salt = sequence.salt or self.salt
+            salt = sequence.salt or self.salts[sequence.policy]
             twin = None if sequence.probe else self._ending.get((salt, tokens.tobytes()))
             if budget == 0 and twin is None:
-                return
+                break
             shared, chain = ([], ROOT) if sequence.probe else self.blocks.lookup(tokens, salt)
             needed = self.blocks.count(len(tokens)) - len(shared)
             if not self.blocks.can_allocate(needed, shared):
-                return
+                break
             self.waiting.popleft()
             # At least one token is computed, so that there is a distribution to sample from; its KV is not written again.
             cached = len(tokens) if twin else min(len(shared) * self.blocks.page_size, len(tokens) - 1)
@@ -226,6 +253,7 @@ class Scheduler:
                 self._twins.append((sequence, twin))
             else:
                 budget -= self._compute(sequence, budget, chunks)
+        self.waiting.extendleft(reversed(aside))
 
     def _enter(self, sequence: Sequence, tokens: np.ndarray, cached: int, pages: list[int], shared: int, chain: int) -> None:
         """Put a sequence into its slot.
@@ -239,8 +267,10 @@ class Scheduler:
             self.tokens[slot, : len(sequence.prompt)] = sequence.prompt
             self.length[slot] = len(tokens)
             self._limit[slot], self._probe[slot] = sequence.limit, sequence.probe
+            self._policy[slot] = sequence.policy
+            self._begun[sequence.policy] += 1
         slot = sequence.slot
-        sequence.salt = sequence.salt or self.salt
+        sequence.salt = sequence.salt or self.salts[sequence.policy]
         sequence.waiting = False
         sequence.pages, sequence.registered, sequence.chain = pages, shared, chain
         self.computed[slot] = cached
@@ -352,4 +382,5 @@ class Scheduler:
             drafted=np.where(position >= self.length[slot], tokens, -1)[sample_rows],
             probes=probes,
             admitted=self._admitted,
+            policies=self._policy[slot],
         )

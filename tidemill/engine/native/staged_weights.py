@@ -5,6 +5,8 @@
     live weights: a thread receives, into the spare decoder as far as it can, and what follows is the same
     adapters: received whole and verified, added to the base in the spare decoder: see `adapted_base`
 
+Several policies side by side are staged otherwise: see `adapter_staging`.
+
 All of it is done in pieces, between which steps are taken: see `weight_updates.in_turns`. An engine that sleeps may have
 given both decoders back. Then a stage allocates one, and it is served without a spare beside it.
 The fingerprint is taken of the staged decoder, not of the received data, so it covers the copy as well. Two decoders take
@@ -16,6 +18,7 @@ use are compared with those of the verified bytes.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +31,10 @@ from torch import Tensor
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateKind, UpdateSupport, WeightUpdate
-from tidemill.models.adapted_base import AdaptedBase
+from tidemill.models.adapted_base import AdaptedBase, expect_base
 from tidemill.models.adapter_update import ReceivedAdapter, received_adapter
 from tidemill.models.decoder import Decoder, decoding_weights
+from tidemill.models.grouped_adapters import SideAdapters
 from tidemill.models.hf_weights import empty_decoder, hf_views, loading
 from tidemill.models.kernels.cpu.decode_pass import DecodingWeights
 from tidemill.models.kernels.cuda.transfers import Uploads
@@ -48,6 +52,7 @@ class Weights:
     head: Tensor  # [V, D]: the decoder's own, or a float32 copy if no product takes it as it is
     version: Version
     decoding: DecodingWeights | None  # layers for compiled decoding steps, if there are any
+    adapters: SideAdapters | None = None  # of several policies, which the decoder's matrices add
 
     @property
     def held(self) -> bool:
@@ -83,8 +88,46 @@ def _serving(decoder: Decoder, version: Version, pack: bool) -> Work[Weights]:
     return Weights(decoder, head, version, decoding_weights(decoder))
 
 
-class Staging:
-    """The spare decoder, into which the next version is staged. One stage at a time.
+class VersionStaging(ABC):
+    """An engine's receiver, and how a version that it brings is staged and verified. One stage at a time."""
+
+    def __init__(self, receiver: Receiver, decoder: Decoder, kinds: tuple[UpdateKind, ...], name: str) -> None:
+        """decoder: that is served. kinds: of updates that are taken. name: of the engine."""
+        self._receiver, self._name = receiver, f"engine {name}"
+        self.takes = UpdateSupport(kinds, several_parts=True).both(receiver.takes)
+        self._device = decoder.embed.weight.device
+        self._uploads = Uploads(self._device) if self._device.type == "cuda" else None
+        self._adapter: ReceivedAdapter | None = None  # of a live update that has arrived
+
+    @abstractmethod
+    def arrive(self, update: WeightUpdate, serving: Weights, stop: threading.Event) -> None:
+        """Receive a live update, in a thread. `stage` then verifies it. Raises TransferFailed, and PolicyMismatch."""
+
+    @abstractmethod
+    def stage(self, update: WeightUpdate, serving: Weights) -> Work[Weights]:
+        """Receive and verify a version. Raises PolicyMismatch if it is not the announced one."""
+
+    @abstractmethod
+    def prove(self, serving: Weights, version: Version) -> Work[None]:
+        """Verify weights in use. Raises PolicyMismatch unless they are the latest stage, as `version`."""
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _receive_adapter(self, receiver: LiveReceiver, update: WeightUpdate, stop: threading.Event) -> None:
+        """Receive a live update that is an adapter."""
+        self._adapter = received_adapter(receiver.receive_into(update, {}, stop), update, self._name)
+
+    def _adapter_of(self, update: WeightUpdate, base: Contents) -> ReceivedAdapter:
+        """The adapter of an update, which has arrived or is received now. Raises PolicyMismatch for one of another base."""
+        adapter, self._adapter = self._adapter if update.live else None, None
+        assert adapter is not None or not update.live, "a live update must arrive first"
+        expect_base(update, base, self._name)
+        return adapter or received_adapter(self._receiver.receive(update), update, self._name)
+
+
+class Staging(VersionStaging):
+    """The spare decoder, into which the next version is staged.
 
     The result of a stage is served until `retire` gives the old decoder back.
     """
@@ -95,19 +138,15 @@ class Staging:
         """spare: allocate the spare decoder now; otherwise the first stage does. name: of the engine.
 
         adapted: versions are adapters, which are added to the weights of `serving`."""
-        self._receiver, self._pack, self._name = receiver, pack, f"engine {name}"
+        super().__init__(receiver, serving.decoder, ("adapter",) if adapted else ("full", "delta"), name)
+        self._pack = pack
         self._adapted = AdaptedBase(serving.decoder) if adapted else None
-        kinds: tuple[UpdateKind, ...] = ("adapter",) if adapted else ("full", "delta")
-        self.takes = UpdateSupport(kinds, several_parts=True).both(receiver.takes)
         self._base: Weights | None = None  # what a change applies to, while it is received
         if isinstance(receiver, ReadsBase):
             receiver.served = self._served
         self._spare: Decoder | None = _spare_of(serving.decoder, pack) if spare else None
-        weight, self._arch = serving.decoder.embed.weight, serving.decoder.arch
-        self._device, self._dtype = weight.device, weight.dtype
-        self._uploads = Uploads(self._device) if self._device.type == "cuda" else None
+        self._arch, self._dtype = serving.decoder.arch, serving.decoder.embed.weight.dtype
         self._arrived: dict[str, int | None] | None = None  # sums by name, of a live update that is in the spare decoder
-        self._adapter: ReceivedAdapter | None = None  # of a live update that has arrived
         self._proven: tuple[Version, dict[str, int]] | None = None  # version and words of the latest stage
 
     def _served(self) -> tuple[Version, dict[str, Tensor]] | None:
@@ -115,10 +154,9 @@ class Staging:
         return None if base is None or not base.held else (base.version, dict(hf_views(base.decoder)))
 
     def arrive(self, update: WeightUpdate, serving: Weights, stop: threading.Event) -> None:
-        """Receive a live update, in a thread. `stage` then verifies it. Raises TransferFailed, and PolicyMismatch."""
         assert isinstance(self._receiver, LiveReceiver)
         if update.kind == "adapter":
-            self._adapter = received_adapter(self._receiver.receive_into(update, {}, stop), update, self._name)
+            self._receive_adapter(self._receiver, update, stop)
             return
         self._arrived, totals = None, dict[str, int | None]()
         spare = self._spare_decoder()
@@ -128,7 +166,6 @@ class Staging:
         self._arrived = totals
 
     def stage(self, update: WeightUpdate, serving: Weights) -> Work[Weights]:
-        """Receive and verify a version. Raises PolicyMismatch if it is not the announced one."""
         if not update.version.fingerprint:
             raise PolicyMismatch(f"{update.version} was published without a fingerprint, so it cannot be verified")
         with beside(self._device):
@@ -153,11 +190,8 @@ class Staging:
 
     def _adding(self, update: WeightUpdate, spare: Decoder) -> Work[Contents]:
         """Fill the spare decoder with the base and an adapter; returns its contents."""
-        adapter, self._adapter = self._adapter if update.live else None, None
-        assert self._adapted is not None and (adapter is not None or not update.live)
-        self._adapted.expect(update, self._name)
-        if adapter is None:
-            adapter = received_adapter(self._receiver.receive(update), update, self._name)
+        assert self._adapted is not None
+        adapter = self._adapter_of(update, self._adapted.contents)
         yield
         return (yield from self._adapted.merging(adapter, spare, self._uploads))
 
@@ -179,21 +213,14 @@ class Staging:
         return self._spare
 
     def prove(self, serving: Weights, version: Version) -> Work[None]:
-        """Verify weights in use. Raises PolicyMismatch unless they are the latest stage, as `version`."""
         assert self._proven is not None, "nothing was staged"
         proven, words = self._proven
-        if not serving.version == proven == version:
-            raise PolicyMismatch(f"committed was {version}, staged {proven}, and {serving.version} is served")
+        expect_committed(version, proven, serving.version)
         decoding = decoding_weights(serving.decoder)
         if (decoding and decoding.places) != (serving.decoding and serving.decoding.places):
             raise PolicyMismatch(f"{version} was staged and committed, but decoding steps compute with other weights")
         with beside(self._device):
-            found = yield from words_in_use(serving.decoder)
-            same_head = yield from _same(serving.head, serving.decoder.head_weight.detach())
-        if other := next((name for name in words if found.get(name) != words[name]), None):
-            raise PolicyMismatch(f"{version} was staged and committed, but other weights are served: {other} differs")
-        if not same_head:
-            raise PolicyMismatch(f"{version} was staged and committed, but the head that is served is another one")
+            yield from expect_words(serving, words, version)
 
     def retire(self, weights: Weights) -> None:
         """Take back weights that are served no more: their decoder receives the next version."""
@@ -203,8 +230,21 @@ class Staging:
         """Free the spare decoder. The next stage allocates another one."""
         self._spare = None
 
-    def close(self) -> None:
-        self._receiver.close()
+
+def expect_committed(version: Version, staged: Version, served: Version) -> None:
+    """Raise PolicyMismatch unless the version to verify is the one that was staged, and the one that is served."""
+    if not served == staged == version:
+        raise PolicyMismatch(f"committed was {version}, staged {staged}, and {served} is served")
+
+
+def expect_words(serving: Weights, words: dict[str, int], version: Version) -> Work[None]:
+    """Raise PolicyMismatch unless the numbers that are computed with have these word sums, and the head is the decoder's."""
+    found = yield from words_in_use(serving.decoder)
+    same_head = yield from _same(serving.head, serving.decoder.head_weight.detach())
+    if other := next((name for name in words if found.get(name) != words[name]), None):
+        raise PolicyMismatch(f"{version} was staged and committed, but other weights are served: {other} differs")
+    if not same_head:
+        raise PolicyMismatch(f"{version} was staged and committed, but the head that is served is another one")
 
 
 def _spare_of(decoder: Decoder, pack: bool) -> Decoder:

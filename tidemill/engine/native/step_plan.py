@@ -16,6 +16,7 @@ class Sequence:
 
     prompt: np.ndarray  # [P] int32
     limit: int  # most tokens that it may hold
+    policy: int = 0  # number of the policy that computes it
     probe: bool = False  # scored, not continued: neither reads nor feeds the prefix cache, samples nothing
     last: bool = False  # nothing continues it, so its sampled tokens do not feed the cache
     salt: PolicyKey | None = None  # prefix cache salt; None until admission
@@ -57,3 +58,4 @@ class Plan:
     admitted: list[Sequence]  # those that compute for the first time
     # The guess that each sampled row computes, [S]; -1: its token is known.
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    policies: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [N] numbers of the rows' policies

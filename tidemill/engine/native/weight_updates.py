@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -25,9 +25,9 @@ from tidemill.core.types import InFlight, Version
 from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.scheduler import Scheduler
-from tidemill.engine.native.staged_weights import Staging, Weights
+from tidemill.engine.native.served_versions import ServedVersions
+from tidemill.engine.native.staged_weights import Staging, VersionStaging, Weights
 from tidemill.engine.native.step_plan import Sequence
-from tidemill.engine.request_refusals import check_forward
 from tidemill.models.piecewise import Work, at_once
 
 T = TypeVar("T")
@@ -41,35 +41,34 @@ class WeightUpdater:
     def __init__(
         self,
         weights: Weights,
-        staging: Staging | None,
+        staging: VersionStaging | None,
+        served: ServedVersions,
         scheduler: Scheduler,
         activity: Activity,
         *,
         name: str,
         in_flight: InFlight,
-        cached_versions: int,
         check: Callable[[], None],
         settle: Callable[[], None],
     ) -> None:
         """Serve `weights` until the first update.
 
-        staging: None if nothing is ever updated. cached_versions: how many recent versions keep their prefix cache. check:
-        raises when the engine has failed. settle: ends the step under way.
+        staging: None if nothing is ever updated. served: the versions of these weights. check: raises when the engine has
+        failed. settle: ends the step under way.
         """
-        self.weights = weights
-        self.versions = [weights.version]  # every version served, in order; tokens are stamped with their index
+        self.weights, self.served = weights, served
         self._staging, self._scheduler, self._activity = staging, scheduler, activity
         self.takes = UpdateSupport(()) if staging is None else staging.takes
-        self._name, self._in_flight, self._cached_versions = name, in_flight, cached_versions
+        self._name, self._in_flight = name, in_flight
         self._check, self._settle = check, settle
         on_cuda = weights.decoder.embed.weight.device.type == "cuda"
         self._tells_device: ThreadPoolExecutor | None = background("staging") if on_cuda else None
         self._receives: ThreadPoolExecutor | None = None  # from the first live update on
         self._give_up = threading.Event()  # ends the receiving under way
         self.one_at_a_time = asyncio.Lock()  # bounded: held for an update or a sleep, with the caller's deadline
-        self._draining: tuple[Callable[[], None], asyncio.Future[None]] | None = None  # waits for sequences in flight
+        # What waits for the end of sequences in flight, and of which policies.
+        self._draining: tuple[Callable[[], None], asyncio.Future[None], frozenset[int]] | None = None
         self._latest: WeightUpdate | None = None  # that was committed
-        scheduler.salt = weights.version.key
 
     async def update(self, update: WeightUpdate, fail: Callable[[Exception], None]) -> Version:
         """Stage, commit and verify a version.
@@ -80,15 +79,15 @@ class WeightUpdater:
             self._check()
             if self._staging is None:
                 raise RuntimeError(f"engine {self._name} was built without a receiver: it cannot be updated")
-            self.takes.check(update, f"engine {self._name}", self.weights.version)
-            check_forward(update.version, self.weights.version, self._name)
-            step = update.version.step
+            self.takes.check(update, f"engine {self._name}", self.served.of(update.version.policy))
+            self.served.expect_next(update.version, self._name)
+            step, policy = update.version.step, self.served.numbers[update.version.policy]
             fault_injection.reach(self._name, "stage", step)
             if update.live:
                 await self._arrive(update, self._staging)
             work = self._staging.stage(update, self.weights)
             staged = await self._beside_steps("stage", work, step=step, bytes=update.bytes)
-            await self.between_steps(partial(self._swap, staged))
+            await self.between_steps(partial(self._swap, staged), {policy})
             proof = self._staging.prove(self.weights, update.version)
             try:
                 await _to_the_end(self._beside_steps("prove", proof, step=step))  # also when nobody waits for it any more
@@ -96,9 +95,9 @@ class WeightUpdater:
                 fail(error)
                 raise
             self._latest = None if update.live or update.kind == "delta" else update  # those cannot be read once more
-            return self.weights.version
+            return self.served.present(policy)
 
-    async def _arrive(self, update: WeightUpdate, staging: Staging) -> None:
+    async def _arrive(self, update: WeightUpdate, staging: VersionStaging) -> None:
         """Receive live weights beside the steps. When cancelled, this breaks the transfer off for all."""
         if update.rendezvous is None:
             raise PolicyMismatch(f"{update.version} is sent while engines receive, and no rendezvous for it was given")
@@ -122,34 +121,43 @@ class WeightUpdater:
                 f"sleep(weights=True): engine {self._name} was built without a receiver, so it could get no weights again; "
                 "let it keep them"
             )
+        if self.weights.adapters is not None:
+            raise ValueError(
+                f"sleep(weights=True): engine {self._name} serves several policies on one base, which no update brings; "
+                "let it keep its weights"
+            )
 
     def forget(self) -> None:
         """Free the served weights and the spare ones."""
         if self.weights.held:
             self.weights = self.weights.forgotten()
-        if self._staging is not None:
+        if isinstance(self._staging, Staging):
             self._staging.forget()
 
-    async def between_steps(self, act: Callable[[], None]) -> None:
-        """Call `act`, with in_flight = "finish" once nothing is in flight any more. Nothing begins until then."""
+    async def between_steps(self, act: Callable[[], None], policies: Collection[int] | None = None) -> None:
+        """Call `act`, with in_flight = "finish" once nothing is in flight any more. Nothing begins until then.
+
+        policies: those that it is about, by number; sequences of the others go on and begin. None: all.
+        """
         self._check()
-        if self._in_flight != InFlight.FINISH or not self._scheduler.in_flight:
+        about = frozenset(self.served.numbers.values() if policies is None else policies)
+        if self._in_flight != InFlight.FINISH or not self._scheduler.begun(about):
             act()
             return
-        self._scheduler.admitting = False
+        self._scheduler.draining = about
         drained = asyncio.get_running_loop().create_future()
-        self._draining = (act, drained)
+        self._draining = (act, drained, about)
         try:
             await drained  # bounded: by the longest sequence in flight, and the caller's deadline
         finally:
-            self._draining, self._scheduler.admitting = None, True
+            self._draining, self._scheduler.draining = None, frozenset()
 
     def act_when_drained(self) -> None:
         """Do what waits for it once nothing is in flight."""
-        if self._draining is not None and not self._scheduler.in_flight:
-            (act, drained), self._draining = self._draining, None
+        if self._draining is not None and not self._scheduler.begun(self._draining[2]):
+            (act, drained, _), self._draining = self._draining, None
             act()
-            self._scheduler.admitting = True
+            self._scheduler.draining = frozenset()
             drained.set_result(None)
 
     def fail(self, error: Exception) -> None:
@@ -178,25 +186,26 @@ class WeightUpdater:
         fault_injection.reach(self._name, "commit", staged.version.step)
         self._settle()
         begin = time.monotonic()
-        self._staging.retire(self.weights)
+        if isinstance(self._staging, Staging):
+            self._staging.retire(self.weights)
         self.weights = staged
-        if staged.version != self.versions[-1]:  # otherwise these are the weights that were forgotten
-            self.versions.append(staged.version)
-        before, self._scheduler.salt = self._scheduler.salt, staged.version.key
-        self._scheduler.blocks.retire({version.key for version in self.versions[-self._cached_versions :]})
+        policy = self.served.commit(staged.version)
+        before, self._scheduler.salts[policy] = self._scheduler.salts[policy], staged.version.key
+        self._scheduler.blocks.retire(self.served.recent)
         if self._in_flight == InFlight.RECOMPUTE:
-            self._scheduler.preempt_all(renew=True)
+            self._scheduler.begin_again(policy)
         else:
-            self._begin_again(before)
+            self._restart(policy, before)
         self._activity.span("commit", begin, time.monotonic(), step=staged.version.step)
 
-    def _begin_again(self, before: PolicyKey) -> None:
-        """Restart scores, and sequences that began under the salt `before` and have sampled nothing.
+    def _restart(self, policy: int, before: PolicyKey) -> None:
+        """Restart a policy's scores, and its sequences that began under the salt `before` and have sampled nothing.
 
         All their tokens will be of the new version, so their KV must be, too.
         """
         scheduler = self._scheduler
-        for sequence in [s for s in scheduler.running.values() if s.probe or self._only_prompt(s, before)]:
+        own = [sequence for sequence in scheduler.running.values() if sequence.policy == policy]
+        for sequence in [s for s in own if s.probe or self._only_prompt(s, before)]:
             scheduler.preempt(sequence)
         for sequence in scheduler.waiting:
             if self._only_prompt(sequence, before):

@@ -133,7 +133,7 @@ class RemoteEngine:
 
     async def _checked(self, tokens: Array, policy: str, reply: int) -> np.ndarray:
         await self._up()
-        check_policy(policy, self._version, self.name)
+        check_policy(policy, (self._version.policy,), self.name)
         tokens = checked_tokens(tokens, self._vocab)
         check_length(len(tokens), self._context, reply)
         return tokens

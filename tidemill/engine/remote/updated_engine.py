@@ -195,7 +195,7 @@ class UpdatedEngine(RemoteEngine):
         version = self._version
         if self._in_flight != InFlight.KEEP or not request.key:
             return None, self._salt_of(version)
-        kept = self._episodes.salt(request.key, request.tokens)
+        kept = self._episodes.salt(request.key, request.policy, request.tokens)
         own = self._salt_of(version)
         return (version.key, own) if kept is None or kept not in self._salts else (kept, self._salts[kept])
 

@@ -54,6 +54,7 @@ CONTEXT = 2048  # of a model that knows no limit, unless the settings name one
 
 def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> TransformersEngine:
     """Load the folder's model and start the engine."""
+    spec.expect_one_policy()
     assert isinstance(spec.engine, TransformersSettings)
     device, dtype = torch.device(device_of(spec.engine.device)), getattr(torch, spec.engine.dtype)
     model = CausalModel(spec.model, dtype, device)
@@ -102,7 +103,7 @@ class TransformersEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         self._check_alive()
         check_request(request, self.name, self.extras)
-        check_policy(request.policy, self._version, self.name)
+        check_policy(request.policy, (self._version.policy,), self.name)
         tokens = checked_tokens(request.tokens, self._model.vocab).tolist()
         check_length(len(tokens), self._context, reply=1)
         params = request.params
@@ -126,7 +127,7 @@ class TransformersEngine:
     async def score(self, tokens: Array, policy: str, temperature: float = 1.0, top_k: int = 0) -> Scored:
         self._check_alive()
         check_temperature(temperature)
-        check_policy(policy, self._version, self.name)
+        check_policy(policy, (self._version.policy,), self.name)
         tokens = checked_tokens(tokens, self._model.vocab)
         check_length(len(tokens), self._context)
         return await self._turn(self._score, tokens, temperature, min(top_k, self._model.vocab))

@@ -85,6 +85,7 @@ def given_in(config: RunConfig) -> Given:
     """The numbers whose keys the recipe has. Read them from the recipe itself: a copy that travelled has every key."""
     trainer, placement = config.trainer, config.placement
     free = isinstance(trainer, AdamWSettings) and "ranks" not in trainer.model_fields_set  # others may have no ranks
+    free = free and not config.policies  # which one process trains
     return Given(None if free else trainer.ranks, placement.engines if "engines" in placement.model_fields_set else None)
 
 

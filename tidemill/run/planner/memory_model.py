@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages, 
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.paged_attention import GATHER_BYTES, MOST_PAIRS
 from tidemill.engine.remote.server_settings import ServerSettings
+from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.architecture import Architecture, matrices, parameters
 from tidemill.models.kernels.cpu.bindings import BLOCK, STEP, Native
 from tidemill.models.kernels.library import native
@@ -26,7 +28,7 @@ from tidemill.run.planner.device_plan import ENGINES, TRAINER, DevicePlan, as_co
 from tidemill.run.planner.held_memory import ITEM, Held
 from tidemill.run.planner.plan import plan_of
 from tidemill.run.planner.server_memory import server_memory
-from tidemill.run.planner.trainer_memory import trainer_memory
+from tidemill.run.planner.trainer_memory import tensor_sizes, trainer_memory
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of
 
@@ -88,10 +90,8 @@ def processes(config: RunConfig, models: Models, longest: int = 0, devices: Devi
     turns = plan_of(config, devices=devices).takes_turns
     held = trainer_memory(config, models.policy, models.reference, models.critic, longest, turns)
     found = _processes("trainer", learning, held, "" if own else None)
-    count, held = (
-        placement.engines,
-        engine_memory(config.engine, models.policy, free, turns=turns, adapted=config.adapter_rank > 0),
-    )
+    count, beside = placement.engines, served_adapters(config)
+    held = engine_memory(config.engine, models.policy, free, turns=turns, adapted=config.adapter_rank > 0, beside=beside)
     found += _processes("engine", sampling[0], held, f"fewer placement.engines (now {count:,})" if own else None)
     if models.reference is not None and (count := placement.reference_engines):
         held = engine_memory(config.serves_reference, models.reference, free, updated=False)
@@ -156,11 +156,13 @@ def engine_memory(
     updated: bool = True,
     turns: bool = False,
     adapted: bool = False,
+    beside: Sequence[AdapterConfig] = (),
 ) -> list[Held]:
     """The most memory of one engine; of a kind that is not known here, its weights.
 
     free: bytes of which the KV cache takes a share; None: not known. updated: whether the engine receives new versions.
-    turns: it sleeps while the trainer computes. adapted: its versions are adapters of its folder's weights.
+    turns: it sleeps while the trainer computes. adapted: its versions are adapters of its folder's weights. beside: the
+    adapters that it serves side by side; none: it serves one policy.
     """
     size = ITEM[settings.dtype]
     if settings.elsewhere:
@@ -169,12 +171,16 @@ def engine_memory(
         return server_memory(settings, arch, parameters(arch), device_of(settings.device) == "cpu", free, updated, adapted)
     if not isinstance(settings, EngineSettings):
         return [Held("weights; the rest is not known", size * parameters(arch), "a smaller model")]
-    own, on_cpu, spare = size * parameters(arch), device_of(settings.device) == "cpu", updated and not turns
+    own, on_cpu, spare = size * parameters(arch), device_of(settings.device) == "cpu", updated and not turns and not beside
     packs = [(n, k) for n, k in matrices(arch) if on_cpu and not settings.batch_invariant and (size == 4 or k % STEP == 0)]
     lower = "engine.dtype = 'bfloat16'" if settings.dtype == "float32" else "a smaller model"
     held = [Held("weights", own, lower), *([Held("spare for the next version", own, lower)] if spare else [])]
     decoders = len(held)
-    if adapted:
+    if beside:
+        sizes = [sum(tensor_sizes(arch, each)) for each in beside]
+        held.append(Held(f"adapters of {len(beside)} policies", size * sum(sizes), "a lower trainer.lora.rank"))
+        held.append(Held("next version of an adapter", (size + 4) * max(sizes), "a lower trainer.lora.rank"))
+    elif adapted:
         held.append(Held("frozen base, to which adapters are added", own, "trainer.lora.publish = 'merged'", host=True))
     if packs:
         packed = decoders * sum(-(-n // BLOCK) * BLOCK * k for n, k in packs)
@@ -192,6 +198,14 @@ def engine_memory(
     size = pages * page_bytes(arch, settings.page_size, getattr(torch, settings.dtype))
     held.append(Held(cache, size, lever, lazy=not given))
     return [replace(each, turn=ENGINES) for each in held] if turns else held
+
+
+def served_adapters(config: RunConfig) -> list[AdapterConfig]:
+    """The adapters that an engine serves side by side; none if there is one policy."""
+    if not config.policies:
+        return []
+    frozen = [AdapterConfig.from_folder(Path(folder).expanduser()) for folder in config.frozen_policies.values()]
+    return [*(each.config for each in config.adapters.values()), *frozen]
 
 
 def step_memory(settings: EngineSettings, arch: Architecture) -> int:

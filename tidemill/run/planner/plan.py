@@ -56,7 +56,8 @@ def plan_of(config: RunConfig, policy: Architecture | None = None, devices: Devi
     step_rows = (rollout.groups + replayed) * rollout.group_size * (2 if mismatched else 1)
     shares = placement.processes and not (config.deterministic or config.engine.fixed_threads)
     dtypes = (config.trainer.dtype, config.trainer.serving_dtype, config.engine.dtype)
-    takes_turns = placement.share == "sleep" or (placement.share == "auto" and devices.shared)
+    may_turn = placement.share == "auto" and not config.policies  # engines of several keep their weights
+    takes_turns = placement.share == "sleep" or (may_turn and devices.shared)
     if takes_turns and not placement.sync.reread:
         raise ConfigError(
             f"{_sent_once(placement.sync)} with trainer and engines that take turns on a device (placement.share): engines "
@@ -97,9 +98,10 @@ def warm_up_plan(config: RunConfig, devices: DevicePlan | None = None) -> RunPla
     threads = (given.trainer_threads, given.engine_threads) if config.deterministic else (each, cores)
     together = {"engines": 1, "reference_engines": 0, "trainer_threads": threads[0], "engine_threads": threads[1]}
     constant = {"lr": rate, "warmup_steps": RAMP_UPDATES, "schedule": "constant", "min_lr_ratio": 0.0}
-    constant |= {"lora": None}  # it makes the weights that an adapter is trained on
+    constant |= {"lora": None}  # it makes the weights that adapters are trained on
     known = type(config.trainer).model_fields
     changed = {
+        "policies": {},
         "placement": given.model_copy(update=together),
         "trainer": config.trainer.model_copy(update={key: value for key, value in constant.items() if key in known}),
     }

@@ -25,7 +25,7 @@ def per_rank(held: list[Held], settings: TrainerSettings, models: list[Architect
     if shards > 1:
         at_once = settings.shard == "zero2"
         narrow = settings.lora is not None and settings.lora.base_dtype != "float32"
-        size = sum(_gathered(model, at_once, narrow and not i) for i, model in enumerate(models))
+        size = sum(_gathered(model, at_once, narrow) for model in models)
         lever = "trainer.shard = 'zero3'" if at_once else "a smaller model"
         of = "all weights" if at_once else "layers"
         each = 8 if settings.lora is None else 4  # beside an adapter they have no gradients

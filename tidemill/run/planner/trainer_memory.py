@@ -11,6 +11,7 @@ import torch
 from tidemill.algorithms.algorithm_settings import begins_as
 from tidemill.engine.native.cache_size import device_of
 from tidemill.models.adapter_config import AdapterConfig
+from tidemill.models.adapter_dropout import PIECE as PIECE_OF_MASKS
 from tidemill.models.architecture import Architecture, matrices, parameters, wide_matrices
 from tidemill.models.decoder import recomputed
 from tidemill.models.hf_weights import empty_decoder
@@ -32,6 +33,7 @@ from tidemill.trainer.trainer_kinds import TrainerSettings
 
 DECODED = 40  # most bytes of a number while a part of 8-bit moments is stepped: both moments, and what encodes them
 DEQUANTISED = 12  # most bytes of a number while its matrix is made of few bits, with what the product makes of it
+MASKED = 16  # most bytes of a number while it is decided which numbers are dropped
 AUTOCAST = 0.8  # upper bound of kept bytes relative to float32: norms and attention stay in float32 on CPU
 
 
@@ -46,7 +48,8 @@ def trainer_memory(
     """Memory of the trainer, with the models that are known and of their own. turns: it shares its device by turns."""
     own, asked, smaller = 4 * parameters(arch), config.reference, "a smaller model"
     lora = config.trainer.lora if isinstance(config.trainer, TrainerSettings) else None
-    trained = 4 * sum(tensor_sizes(arch, lora and lora.config))
+    sizes = trained_sizes(config, arch)
+    trained = 4 * sum(sizes)
     if lora is not None and begins_as(asked, None, str) is None:
         reference = None  # it is the policy without its adapter
     if not isinstance(config.trainer, TrainerSettings):
@@ -57,17 +60,15 @@ def trainer_memory(
     own -= 4 * wide_matrices(arch) if narrowed else 0
     held = [Held("weights", own + (trained if lora else 0), smaller), Held("gradients", trained, lighter, turn=mine)]
     held += [Held("quantised weights", narrowed, smaller)] * bool(narrowed)
-    held += _moments(tensor_sizes(arch, lora and lora.config), config.trainer, turns)
+    held += _moments(sizes, config.trainer, turns)
     moves = 0
     if asked is not None and reference is not None and not config.placement.reference_engines:
         held.append(Held("reference", 4 * parameters(reference), "a smaller algorithm.reference.model"))
         moves = 4 * parameters(reference) if asked.every else 0
     size = 0
-    if critic is not None:  # without a head of its own
-        size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
-        lever = "algorithm.critic.model = 'policy'"
-        held += [Held("critic", size, lever), Held("gradients of the critic", size, lever, turn=mine)]
-        held += _moments(tensor_sizes(replace(critic, tied=True)), config.trainer, turns, " of the critic")
+    if critic is not None:
+        size, more = _of_critic(critic, config.trainer, turns)
+        held += more
         moves += 3 * size
     held.append(Held("copy while a checkpoint is written", 3 * trained + moves, smaller, host=True, divided=True))
     held += _sent(config, arch, trained + size)
@@ -77,7 +78,9 @@ def trainer_memory(
     fills = prepares_sizes(device_of(settings.device), settings.dtype == "bfloat16")  # as in `Compute.pack`
     tokens = max(longest, min(filled(every, budget) if fills else every, budget))
     lanes = max(map(trainer_lanes, [plan, *([warm_up_plan(config)] if config.warmup.accuracy else [])]))
-    alive = sum(activations(each, settings, tokens, lanes) for each in (arch, critic) if each is not None)
+    each_policy = [settings.model_copy(update={"lora": own}) for own in config.adapters.values()] or [settings]
+    alive = max(activations(arch, own, tokens, lanes) for own in each_policy)  # one policy follows the other
+    alive += activations(critic, settings, tokens, lanes) if critic is not None else 0
     alive = max(alive, _part_of_moments(arch, settings))  # one follows the other
     checkpointing = "" if settings.checkpointing else ", or trainer.checkpointing = true"
     lever = f"a lower trainer.micro_batch_tokens (now {budget:,}){checkpointing}: no result depends on it"
@@ -88,6 +91,18 @@ def trainer_memory(
     return per_rank(held, settings, [arch, *([] if critic is None else [replace(critic, tied=True)])])
 
 
+def _of_critic(critic: Architecture, settings: TrainerSettings, turns: bool) -> tuple[int, list[Held]]:
+    """(bytes of its trained weights, memory) of a critic with a model of its own, without its head, which is one row."""
+    critic, lora, lever = replace(critic, tied=True), settings.lora, "algorithm.critic.model = 'policy'"  # no other head
+    sizes = tensor_sizes(critic, lora and lora.config)
+    trained, own = 4 * sum(sizes), 4 * parameters(critic)
+    narrowed = 0 if lora is None else quantised(critic, lora.base_dtype)
+    own += (trained if lora else 0) - (4 * wide_matrices(critic) if narrowed else 0)
+    held = [Held("critic", own, lever), Held("gradients of the critic", trained, lever, turn=TRAINER if turns else "")]
+    held += [Held("quantised weights of the critic", narrowed, lever)] * bool(narrowed)
+    return trained, [*held, *_moments(sizes, settings, turns, " of the critic")]
+
+
 def _sent(config: RunConfig, arch: Architecture, trained: int) -> list[Held]:
     """Memory of sums over replicas and of publications. trained: bytes of the weights that are trained."""
     held, settings = list[Held](), config.trainer
@@ -96,6 +111,8 @@ def _sent(config: RunConfig, arch: Architecture, trained: int) -> list[Held]:
         held.append(Held("errors of sums over replicas", trained, lever))
         held.append(Held("copy of these errors for a checkpoint", trained, lever, host=True))
     size = parameters(arch) * ITEM[settings.serving_dtype]
+    if config.adapter_rank and not config.warmup.accuracy:  # which sends whole weights
+        size = 4 * sum(trained_sizes(config, arch))
     if config.placement.sync.kind_name == "shared_memory":
         lever = "trainer.serving_dtype = 'bfloat16'" if settings.serving_dtype == "float32" else ""
         held.append(Held("two versions on their way to engines", 2 * size, lever, host=True, divided=True))
@@ -129,6 +146,12 @@ def _part_of_moments(arch: Architecture, settings: TrainerSettings) -> int:
 def quantised(arch: Architecture, kind: str) -> int:
     """Bytes of the layers' matrices as a base of this kind holds them; 0 for "float32"."""
     return int(BYTES.get(kind, 0) * wide_matrices(arch))
+
+
+def trained_sizes(config: RunConfig, arch: Architecture) -> tuple[int, ...]:
+    """The numbers of each weight that is trained of the policy, or of all policies."""
+    adapters = config.adapters.values()
+    return tuple(size for own in adapters for size in tensor_sizes(arch, own.config)) if adapters else tensor_sizes(arch)
 
 
 @lru_cache(maxsize=16)
@@ -171,6 +194,9 @@ def activations(arch: Architecture, settings: TrainerSettings, tokens: int, lane
         copies = 8 * lanes * max(n * k for n, k in matrices(arch)[:-1])  # one matrix at a time: widened, and its gradient
     if settings.lora is not None and settings.lora.base_dtype != "float32":  # one matrix at a time
         copies = DEQUANTISED * lanes * max(n * k for n, k in matrices(arch)[:-1])
+    if settings.lora is not None and settings.lora.config.dropout:  # one product at a time reads a copy of its input
+        read = tokens * max(arch.hidden, q, arch.intermediate)
+        copies += 4 * read + MASKED * min(read, lanes * PIECE_OF_MASKS)
     again = sum(recomputed(each, settings.checkpointing) for each in range(arch.layers))
     kept = (arch.layers - again + bool(again)) * layer + again * arch.hidden  # one layer at a time is computed again
     logits = 3 * 4 * min(tokens, lanes * chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.core.token_extras import TokenExtra
+from tidemill.core.types import Version
 from tidemill.models.architecture import Architecture
 from tidemill.models.tokenizer import class_name
 from tidemill.run.planner.device_plan import DevicePlan, Given
@@ -45,6 +46,13 @@ class Preparation:
         """Check the run's memory, after `place`: see `memory_check.check_memory`. model: the policy's folder."""
         await self._offload(partial(self._check_memory, Path(model), longest))
 
+    async def frozen(self) -> list[Version]:
+        """The versions that engines serve of the frozen policies, with their folders' fingerprints.
+
+        Raises ValueError for a folder that holds no adapter.
+        """
+        return await self._offload(self._frozen)
+
     async def extras(self) -> list[TokenExtra]:
         """The token extras that the recipe's losses read. Raises ValueError for a loss that cannot be loaded."""
         return await self._offload(self._extras)
@@ -66,6 +74,12 @@ class Preparation:
         from tidemill.run.planner.memory_check import check_memory
 
         check_memory(self._config, Architecture.from_folder(model), longest, self._devices)
+
+    def _frozen(self) -> list[Version]:
+        from tidemill.models.adapter_update import folder_fingerprint
+
+        folders = {name: Path(folder).expanduser() for name, folder in self._config.frozen_policies.items()}
+        return [Version(0, policy=name, fingerprint=folder_fingerprint(folder)) for name, folder in folders.items()]
 
     def _extras(self) -> list[TokenExtra]:
         from tidemill.algorithms.losses import extras_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 import string
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from random import Random
@@ -114,14 +114,17 @@ async def check(
     budget_s: float,
     own: Sequence[Own] = (),
     without_gold: bool = False,
+    frozen: Iterable[str] = (),
 ) -> Check:
     """Try every kind of reply on `tasks`, for about `budget_s` seconds. limit_s: of one episode.
 
-    without_gold: try garbage even where no gold reply is known; by default nothing is tried there.
+    without_gold: try garbage even where no gold reply is known; by default nothing is tried there. frozen: policies that an
+    episode may ask. One that does cannot be checked, because no engine serves them here.
     """
     golds = {task.id: _gold(environment, task) for task in tasks}
     tokenizer = cast(Tokenizer, byte_tokenizer(EOS, literal=True))
-    episodes = EpisodeSetup(environment, tokenizer, SamplingParams(), 1 << 40, limit_s)
+    asked = {name: Version(0, policy=name) for name in frozen}
+    episodes = EpisodeSetup(environment, tokenizer, SamplingParams(), 1 << 40, limit_s, frozen=asked)
     begin, tried = time.monotonic(), list[Tried]()
     grouped = not isinstance(environment, Checkable) or environment.grouped
     for task in tasks:
@@ -133,7 +136,10 @@ async def check(
             hopeless = len(tried) >= HOPELESS and all(isinstance(t.outcome, InfraError) for t in tried)
             if tried and (hopeless or time.monotonic() - begin > budget_s):
                 break
-            tried += await _try(episodes, task, batch)
+            try:
+                tried += await _try(episodes, task, batch)
+            except _NotServed as error:
+                return Check(environment.name, 0, [Line("gold", 0, None, 0, 0, 0, None, "not checked", str(error))])
     return Check(environment.name, len({t.task.id for t in tried}), _lines(tried, golds))
 
 
@@ -209,6 +215,10 @@ async def _try(episodes: EpisodeSetup, task: Task, replies: Sequence[_Reply]) ->
     ]
 
 
+class _NotServed(Exception):
+    """An episode asked a frozen policy."""
+
+
 class _Script:
     """An engine that says written replies, one a turn, and repeats the last."""
 
@@ -216,6 +226,8 @@ class _Script:
         self._texts, self._tokenizer, self._turn = texts, tokenizer, 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        if request.policy != "policy":
+            raise _NotServed(f"its episodes ask the policy {request.policy!r}, which nothing serves before a run")
         text = self._texts[min(self._turn, len(self._texts) - 1)]
         self._turn += 1
         text = text.encode(errors="replace").decode()  # no policy can say half a surrogate pair

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tidemill.controller.offline_groups import check_offline
 from tidemill.core.errors import ConfigError
@@ -68,6 +68,8 @@ async def describe(session: Session, preparation: Preparation) -> None:
     with in_one_sentence():
         await preparation.check_memory(str(model.path), min(longest_row, plan.context))
         session.extras = tuple(await preparation.extras())
+        session.frozen = {version.policy: version for version in await preparation.frozen()}
+    expect_same_frozen(session)
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
     algorithms = " + ".join(dict.fromkeys(each.name for each in config.algorithms.values()))
     how = f"{synchronous}, max_lag {config.max_lag}: {config.steps} steps of {config.rollout.groups} groups × "
@@ -83,12 +85,33 @@ async def describe(session: Session, preparation: Preparation) -> None:
         [
             f"task: {environment.name}, {len(train):,} training and {len(held_out):,} held-out tasks, disjoint",
             f"policy: {architecture.family}, {architecture.layers} layers of {architecture.hidden}, {shown(config.model)}",
+            *_policies(config),
             f"training: {algorithms}, {how}{config.rollout.group_size} = {plan.samples} samples",
             f"rows: {rows}",
             *([f"devices: {plan.devices.said()}"] if plan.devices.why else []),
             *filter(None, [plan.context_cut]),
         ]
     )
+
+
+def _policies(config: RunConfig) -> list[str]:
+    """The header's line on several policies; none if there is one."""
+    if not config.policies:
+        return []
+    trained = [f"{name} (rank {each.config.highest_rank})" for name, each in config.adapters.items()]
+    frozen = f"; frozen: {', '.join(config.frozen_policies)}" if config.frozen_policies else ""
+    return [f"policies: adapters {', '.join(trained)}{frozen}"]
+
+
+def expect_same_frozen(session: Session) -> None:
+    """Raise ConfigError if a frozen policy is not the one that the run was begun with."""
+    known = {version.policy: version for version in session.ledger.versions()}
+    for name, version in session.frozen.items():
+        if (before := known.get(name, version)) != version:
+            raise ConfigError(
+                f"policies.{name}.frozen = {session.config.policies[name].frozen!r} holds {version.exact}, and the run was "
+                f"begun with {before.exact}: put the adapter back as it was, or give another run_dir"
+            )
 
 
 def expect_same_tasks(curriculum: Curriculum, ledger: SqliteLedger, folder: Path) -> None:
@@ -122,7 +145,8 @@ async def audit_rewards(session: Session) -> None:
     for environment in parts_of(session.environment):  # each has its own verifier
         tasks = environment.tasks("train")
         first = [tasks[task_order(len(tasks), config.seed, i)] for i in range(min(len(tasks), QUICK_TASKS))]
-        found = await check(environment, first, limit_s=config.rollout.episode_s, budget_s=QUICK_S)
+        limits: dict[str, Any] = {"limit_s": config.rollout.episode_s, "budget_s": QUICK_S}
+        found = await check(environment, first, **limits, frozen=frozenset(config.frozen_policies))
         wrong, refused = found.refused(), found.refused(config.scoring.accept)
         over = {name: why for name, why in wrong.items() if name not in refused}
         verdicts = {line.kind: line.verdict for line in found.lines}
