@@ -59,6 +59,7 @@ class FakeScheduler:
     def __init__(self, model: FakeModel, context: int, running: int, incremental: bool = True) -> None:
         self.model, self.context, self.most, self.incremental = model, context, running, incremental
         self.label, self.paused = "default", False
+        self.hold_at: int | None = None  # tokens at which each request waits for the next pause or release
         self.rows = list[Row]()
         self.prefilled = 0
         self._noise = torch.Generator().manual_seed(0)  # one for all: a request's own seed changes nothing
@@ -73,21 +74,28 @@ class FakeScheduler:
 
     async def run(self) -> None:
         while True:
-            if self.paused or not self.rows:
+            if self.paused or all(map(self._held, self.rows[: self.most])):
                 self._changed.clear()
                 await self._changed.wait()
                 continue
             for row in self.rows[: self.most]:
-                if row in self.rows and not self.paused:
+                if row in self.rows and not self.paused and not self._held(row):
                     self._step(row)
                 await asyncio.sleep(0)
+
+    def _held(self, row: Row) -> bool:
+        return self.hold_at is not None and len(row.outputs) >= self.hold_at
+
+    def release(self) -> None:
+        self.hold_at = None
+        self._changed.set()
 
     async def emptied(self) -> None:
         while self.rows:
             await asyncio.sleep(0)
 
     def pause(self, mode: str) -> None:
-        self.paused = True
+        self.paused, self.hold_at = True, None
         if mode == "abort":
             self.abort("", everything=True)
         for row in self.running() if mode == "retract" else ():
