@@ -11,7 +11,7 @@ Advantages, statistics, drops and denominators never cross from one algorithm's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +35,7 @@ class Mixture:
 
     @property
     def asks(self) -> tuple[str, ...]:
-        wanted = {who for part in self._parts.values() for who in part.asks}
-        return tuple(who for who in (POLICY, REFERENCE, CRITIC) if who in wanted)
+        return asked_by(self._parts.values())
 
     @property
     def by_group(self) -> bool:
@@ -79,6 +78,12 @@ class Mixture:
     def _split(self, groups: Sequence[Group]) -> dict[str, list[Group]]:
         split = {name: [group for group in groups if self._of(group) == name] for name in self._parts}
         return {name: own for name, own in split.items() if own}
+
+
+def asked_by(parts: Iterable[ConfiguredAlgorithm | Mixture]) -> tuple[str, ...]:
+    """The models whose logprobs or values any of these algorithms asks for, in one fixed order."""
+    wanted = {who for part in parts for who in part.asks}
+    return tuple(who for who in (POLICY, REFERENCE, CRITIC) if who in wanted)
 
 
 def algorithm_of(algorithms: Mapping[str, AlgorithmSettings], max_tokens: int) -> ConfiguredAlgorithm | Mixture:

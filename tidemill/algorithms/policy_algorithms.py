@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
-from tidemill.algorithms.mixture import algorithm_of, check_alike, check_mixture, merged_metrics
-from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs
+from tidemill.algorithms.mixture import algorithm_of, asked_by, check_alike, check_mixture, merged_metrics
+from tidemill.algorithms.token_rows import Logprobs
 from tidemill.core.types import Group, LossSpec, Metrics, PreparedStep, Sample, Update
 
 
@@ -34,8 +34,7 @@ class PolicyAlgorithms:
 
     @property
     def asks(self) -> tuple[str, ...]:
-        wanted = {who for part in self._parts.values() for who in part.asks}
-        return tuple(who for who in (POLICY, REFERENCE, CRITIC) if who in wanted)
+        return asked_by(self._parts.values())
 
     @property
     def by_group(self) -> bool:

@@ -101,11 +101,7 @@ class NativeTrainer:
         self._exports = self._critic.model if self._critic is not None and scores else None
         self._kept = [each for each in (self._reference, self._critic) if each is not None]
         self._optimized = [each for each in (self._optimizer, self._critic) if each is not None]
-        lanes = Lanes(threads if self.device.type == "cpu" and self._ranks.size == 1 else 1, cores)
-        narrow = torch.bfloat16 if settings.dtype == "bfloat16" else None
-        self._compute = training_pass.Compute(
-            self.device, settings.micro_batch_tokens, narrow, settings.checkpointing, lanes=lanes, ranks=self._ranks
-        )
+        self._compute = _compute(settings, self.device, self._ranks, threads, cores)
         of_critic = self._critic and self._critic.adapted
         self._adapter = lora and TrainedAdapter.of(lora, self.decoder, self._ranks, settings.serving_dtype, of_critic)
         self._source = None if source is None else Path(source)
@@ -363,6 +359,16 @@ def _placed(decoder: Decoder, device: torch.device, settings: AdamWSettings) -> 
         # the eight bits of bfloat16, or are rounded to them when served; TF32 keeps eleven.
         torch.set_float32_matmul_precision("high")
     return decoder.to(device)
+
+
+def _compute(
+    settings: AdamWSettings, device: torch.device, ranks: Ranks, threads: int, cores: Cores | None
+) -> training_pass.Compute:
+    """The settings of a pass over micro-batches."""
+    lanes = Lanes(threads if device.type == "cpu" and ranks.size == 1 else 1, cores)
+    narrow = torch.bfloat16 if settings.dtype == "bfloat16" else None
+    room, checkpointing = settings.micro_batch_tokens, settings.checkpointing
+    return training_pass.Compute(device, room, narrow, checkpointing, lanes=lanes, ranks=ranks)
 
 
 def resolve_device(name: str) -> torch.device:
