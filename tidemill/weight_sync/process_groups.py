@@ -115,12 +115,15 @@ class Link:
             while True:
                 try:
                     self._under_way.wait(watch.left(LOOK_S if looks else inf))
-                    self._under_way = None
-                    return
                 except RuntimeError:
-                    if not looks or self._under_way.is_completed():
+                    if not looks:
                         raise
-                self._look()
+                    if not self._under_way.is_completed():
+                        self._look()
+                        continue
+                    self._under_way.wait(timedelta(seconds=LOOK_S))  # it has ended meanwhile: returns, or raises why
+                self._under_way = None
+                return
         except (RuntimeError, TransferFailed) as error:
             if not looks or isinstance(error, RuntimeError):
                 self._under_way = None
