@@ -104,8 +104,8 @@ SEVERAL_POLICIES_FAULTS = [
     ),
     Fault(
         "a trainer's memory counts one adapter",
-        "tuple(size for own in adapters for size in tensor_sizes(arch, own.config)) if adapters",
-        "tensor_sizes(arch, next(iter(adapters)).config) if adapters",
+        "tuple(size for own in each for size in tensor_sizes(arch, own.config)) if each",
+        "tensor_sizes(arch, next(iter(each)).config) if each",
         "run/planner/test_policies_memory.py",
     ),
     Fault(

@@ -18,7 +18,7 @@ from tidemill.models.hf_weights import empty_decoder
 from tidemill.models.kernels.cpu.bindings import Native
 from tidemill.models.kernels.library import native
 from tidemill.models.logprobs import chunk_rows
-from tidemill.models.lora import attach
+from tidemill.models.lora import adapters, attach
 from tidemill.models.quantised_weights import BYTES
 from tidemill.models.trained_linear import floats_are_quicker, pairs_are_ours, prepares_sizes
 from tidemill.run.planner.device_plan import TRAINER
@@ -150,8 +150,8 @@ def quantised(arch: Architecture, kind: str) -> int:
 
 def trained_sizes(config: RunConfig, arch: Architecture) -> tuple[int, ...]:
     """The numbers of each weight that is trained of the policy, or of all policies."""
-    adapters = config.adapters.values()
-    return tuple(size for own in adapters for size in tensor_sizes(arch, own.config)) if adapters else tensor_sizes(arch)
+    each = config.adapters.values()
+    return tuple(size for own in each for size in tensor_sizes(arch, own.config)) if each else tensor_sizes(arch)
 
 
 @lru_cache(maxsize=16)
@@ -161,6 +161,14 @@ def tensor_sizes(arch: Architecture, lora: AdapterConfig | None = None) -> tuple
     if lora is not None:
         attach(decoder, lora)
     return tuple(weight.numel() for weight in decoder.parameters() if weight.requires_grad)
+
+
+@lru_cache(maxsize=16)
+def adapter_rank_sum(arch: Architecture, lora: AdapterConfig) -> int:
+    """The sum of the ranks of all matrices' adapters: numbers between A and B for each token."""
+    decoder = empty_decoder(arch, device="meta")
+    attach(decoder, lora)
+    return sum(a.shape[0] for _, adapter in adapters(decoder) for a in adapter.a)
 
 
 def trainer_lanes(plan: RunPlan) -> int:
@@ -178,15 +186,17 @@ def activations(arch: Architecture, settings: TrainerSettings, tokens: int, lane
     """
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     on_cpu, narrows = device_of(settings.device) == "cpu", settings.dtype == "bfloat16"
+    adapted = 0  # of an adapter, whose products keep what they read
+    if settings.lora is not None:
+        adapted = 2 * arch.hidden + arch.intermediate
     if on_cpu and native() is not None and Native.trains(torch.float32, arch.head_dim):
-        narrow = 2 * (q + kv + arch.intermediate)  # outputs of products and of attention
+        narrow = 2 * (q + kv + arch.intermediate) + adapted  # outputs of products and of attention
         layer, share = 2 * arch.hidden + q + kv + arch.heads + narrow * (0.5 if narrows else 1), 1.0
     else:
-        layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8
+        layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8 + adapted
         share = AUTOCAST if narrows else 1.0
-    if settings.lora is not None:  # its products keep what they read, and the results between A and B
-        adapted = tensor_sizes(arch, settings.lora.config)
-        layer += 2 * arch.hidden + arch.intermediate + sum(adapted) // (arch.layers * min(arch.hidden, arch.intermediate))
+    if settings.lora is not None:
+        layer += adapter_rank_sum(arch, settings.lora.config) / arch.layers  # the results between A and B
     copies = 2 * parameters(arch) if narrows else 0
     if narrows and on_cpu and pairs_are_ours():
         copies *= 2  # one for the forward products, one for the backward ones
