@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
+from openai import DEFAULT_CONNECTION_LIMITS
 from serving_cases import Running
 from test_serving_deadlines import head, opened
 
@@ -206,3 +207,9 @@ def test_heads_that_are_refused_close_the_connection(chats: Running, name: str) 
             while part := client.recv(10_000):
                 said += part
     assert said.startswith(f"HTTP/1.1 {status}".encode()) and len(re.findall(rb"HTTP/1\.1 \d", said)) == 1, said[:200]
+
+
+def test_the_openai_client_gives_up_an_idle_connection_before_the_server_does(chats: Running) -> None:
+    """Else a request now and then would be sent into a connection that the server has just closed."""
+    kept = DEFAULT_CONNECTION_LIMITS.keepalive_expiry
+    assert kept is not None and kept < chats._server.config.timeout_keep_alive <= connection.HEAD_S

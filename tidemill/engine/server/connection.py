@@ -17,7 +17,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_S = 30.0  # from the first wait for a request's head to its last byte
+HEAD_S = 30.0  # from the first wait for a request's head to its last byte: more than clients keep what is idle, often 5 s
 REST_S = 5.0  # for what is left of a body after its request was refused
 TAKE_S = 60.0  # for TAKEN bytes to be taken, or all that there are
 TAKEN = 1 << 16

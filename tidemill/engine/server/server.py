@@ -11,7 +11,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from tidemill.core.errors import ConfigError
-from tidemill.engine.server.connection import BoundedConnection
+from tidemill.engine.server.connection import HEAD_S, BoundedConnection
 
 GRACE_S = 5  # seconds for requests under way when the server stops
 CONNECTIONS = 1024  # open at a time; each may hold a body (`requests.MAX_BODY`)
@@ -70,6 +70,7 @@ class HttpServer(uvicorn.Server):
             limit_concurrency=connections() + 1,
             backlog=BACKLOG,
             timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=int(HEAD_S),
         )
         super().__init__(config)
         self._announcement = announcement
