@@ -89,6 +89,8 @@ def test_a_run_begins_from_an_adapter(model: Path, tmp_path: Path) -> None:
     for given, told in (({"rank": 4}, "its own rank"), ({"base_dtype": "nf4"}, "base_dtype = 'float32'")):
         with pytest.raises(ValueError, match=told):
             train(model, tmp_path / "third", trainer={"lora": {"start": str(start)} | given})
+    with pytest.raises(ValueError, match=r"lora\.start = .* with warmup\.accuracy = 0\.5: the warm-up changes the model"):
+        train(model, tmp_path / "third", trainer={"lora": {"start": str(start)}}, warmup={"accuracy": 0.5})
 
 
 def test_a_run_with_dropout_goes_on_to_the_bit_and_is_held_against_its_engines(model: Path, tmp_path: Path) -> None:

@@ -108,6 +108,11 @@ def _frozen(config: RunConfig, name: str, folder: str, common: LoraSettings) -> 
             f"{given} was trained on a base in {held}, and trainer.lora.base_dtype = {common.base_dtype!r}: set "
             f"trainer.lora.base_dtype = {held!r}"
         )
+    yield from warmed_base(config, given)
+
+
+def warmed_base(config: RunConfig, given: str) -> Iterator[str]:
+    """Refusal of an adapter that exists, `given` so in the recipe, on a base that a warm-up would change first."""
     if config.warmup.accuracy:
         yield (
             f"{given} with warmup.accuracy = {config.warmup.accuracy:g}: the warm-up changes the model that this adapter "

@@ -30,7 +30,7 @@ from tidemill.envs.environment_settings import (
 from tidemill.models.adapter_config import BaseDtype
 from tidemill.run.foreign_keys import ELSEWHERE, NOT_YET, NOT_YET_VALUES
 from tidemill.run.placement_kinds import BasePlacementSettings, PlacementSettings
-from tidemill.run.policy_conflicts import policy_conflicts
+from tidemill.run.policy_conflicts import policy_conflicts, warmed_base
 from tidemill.run.policy_tables import ONLY, PolicySettings, algorithms_of, by_environment, trained
 from tidemill.run.recipe_files import found
 from tidemill.run.recipe_tables import (
@@ -273,6 +273,8 @@ class RunConfig(Config):
             )
         for name, lora in self.adapters.items():
             dropout, of = lora.config.dropout, f" of the policy {name!r}" if self.policies else ""
+            if lora.start is not None:
+                yield from warmed_base(self, f"trainer.lora.start = {lora.start!r}{of}")
             if dropout and any(map(_behaves, self.policy_algorithms[name].values())):
                 yield (
                     f"trainer.lora.dropout = {dropout:g}{of} with algorithm.old_logprobs = 'behaviour': a pass that drops "
