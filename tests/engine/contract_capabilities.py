@@ -11,6 +11,7 @@ from contract_base import (
     FREE,
     PROMPT,
     TOLERANCE,
+    VOCAB,
     ContractBase,
     Reference,
     log_softmax,
@@ -92,6 +93,10 @@ class CapabilityContract(ContractBase):
         expected = models[0].logprobs(whole[:1], whole[1:], temperature)
         np.testing.assert_allclose(scored.logprobs[1:], expected, atol=TOLERANCE)
         assert scored.version.step == 0
+        last = np.array([VOCAB - 1, 5, VOCAB - 1, 0, VOCAB - 1], np.int32)  # servers may keep the last id for themselves
+        scored = await engine.score(last, "policy", temperature, 0)
+        expected = models[0].logprobs(last[:1], last[1:], temperature)
+        np.testing.assert_allclose(scored.logprobs[1:], expected, atol=TOLERANCE)
         await refused(engine.score(whole, "policy", 0.0, 0), "temperature")
 
     async def test_it_sleeps_and_wakes_as_it_was(self, engine: Engine, able: Capabilities) -> None:

@@ -144,9 +144,10 @@ class FakeScheduler:
 
     def _score(self, row: Row, logits: torch.Tensor) -> None:
         known = torch.log_softmax(logits, -1)
-        row.given, row.given_tops = [[None, row.prompt[0], None]], [None]
+        named = [token if token < self.model.vocab - 1 else 0 for token in row.prompt]  # as SGLang 0.5.23 does
+        row.given, row.given_tops = [[None, named[0], None]], [None]
         for t, token in enumerate(row.prompt[1:]):
-            row.given.append([float(known[t, token]), token, None])
+            row.given.append([float(known[t, token]), named[t + 1], None])
             best = known[t].topk(row.tops)
             row.given_tops.append([[float(p), int(i), None] for p, i in zip(best.values, best.indices, strict=True)])
 

@@ -132,7 +132,7 @@ class SglangEngine(UpdatedEngine):
         spans = spans_of(meta.get("weight_versions"), meta["completion_tokens"], self._updates.labels, self.name)
         if not spans:
             raise EngineFailed(f"{self._client.name} aborted a score: {meta.get('finish_reason')}")
-        return scored_of(meta, tokens, top_k, version, self.name) if spans[0][0] == version else None
+        return scored_of(meta, tokens, top_k, version, self._vocab, self.name) if spans[0][0] == version else None
 
     async def _abort(self, names: list[str]) -> None:
         await self._routes.abort(names)

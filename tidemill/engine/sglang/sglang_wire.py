@@ -83,10 +83,14 @@ def finish_of(
     return Finish.LENGTH if finish is Finish.CONTEXT and full else finish, ""
 
 
-def scored_of(meta: Mapping[str, Any], tokens: np.ndarray, top_k: int, version: Version, server: str) -> Scored:
-    """The logprobs of a prompt, with `top_k` alternatives."""
+def scored_of(meta: Mapping[str, Any], tokens: np.ndarray, top_k: int, version: Version, vocab: int, server: str) -> Scored:
+    """The logprobs of a prompt, with `top_k` alternatives.
+
+    SGLang may name the last token of the vocabulary 0: from there on it takes ids for parts of images.
+    """
     rows: Any = meta.get("input_token_logprobs") or ()
-    if [entry[1] for entry in rows] != tokens.tolist():
+    renamed = np.where(tokens == vocab - 1, 0, tokens)
+    if [entry[1] for entry in rows] not in (tokens.tolist(), renamed.tolist()):
         raise EngineFailed(f"{server} returned the logprobs of {len(rows)} other tokens than the {len(tokens)} given ones")
     logprobs = np.array([0.0, *(entry[0] for entry in rows[1:])], np.float32)
     if not top_k:
