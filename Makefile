@@ -6,6 +6,7 @@
 #   ARGS="steps=20"       more overrides for `make demo`
 #
 # `make vllm` builds the environment of engine.kind = "vllm", .peers/vllm, where Tidemill finds it: some gigabytes, some minutes.
+# `make sglang` builds one of SGLang's CPU server beside it, for tests.
 # `make peers` builds the environments of what the benchmarks compare with, in .peers; they take some gigabytes.
 
 PYTHON ?= python3
@@ -24,7 +25,7 @@ PEER_vllm := vllm$(if $(shell command -v nvidia-smi),,-cpu)==0.32.* --editable .
 PEER_trl := trl==1.16.* peft==0.21.*
 PEER_deepspeed := --constraint constraints.txt --editable '.[gym,deepspeed]'
 
-.PHONY: demo test test-runs test-backends test-deepspeed lint types unit format clean peers vllm
+.PHONY: demo test test-runs test-backends test-deepspeed lint types unit format clean peers vllm sglang
 
 demo: $(VENV)/.installed
 	$(BIN)/tidemill demo $(ARGS)
@@ -78,6 +79,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 vllm: $(PEERS)/vllm/.installed
+
+# SGLang's CPU server, for `pytest -m sglang tests/engine/sglang`.
+sglang: vllm
+	$(PYTHON) tests/engine/sglang/build_environment.py $(PEERS)/vllm $(PEERS)/sglang
 
 peers: $(PEERS)/trl/.installed $(PEERS)/vllm/.installed
 
