@@ -12,10 +12,10 @@ from tidemill.core.types import Version
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.adapter_files import export_adapter
-from tidemill.models.adapter_update import folder_fingerprint
 from tidemill.models.hf_weights import load_folder, save_folder
 from tidemill.models.lora import adapters, attach, gathered_factors
 from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.run.frozen_folders import frozen_version
 
 LETTERS = "abcd"
 ALPHABET = LETTERS + "=:\n"
@@ -86,7 +86,7 @@ def check_record(
     folder: Path,
     steps: int,
     played: Mapping[str, str] = PLAYED,
-    frozen: Mapping[str, Path] | None = None,
+    frozen: Mapping[str, Path | str] | None = None,
     killed: bool = False,
 ) -> None:
     """No token of one policy is of another's version; all are of published ones; frozen ones sampled nothing.
@@ -99,7 +99,7 @@ def check_record(
         by_policy = {name: [v for v in versions if v.policy == name] for name in {v.policy for v in versions}}
         assert by_policy.keys() == policies | {*(frozen or {})}
         for name, where in (frozen or {}).items():
-            assert by_policy[name] == [Version(0, policy=name, fingerprint=folder_fingerprint(where))]
+            assert by_policy[name] == [frozen_version(name, str(where), "float32")]
         for name in policies:
             published = {version.step for version in by_policy[name]}
             assert published == set(range(steps + 1)) if not killed else {0, steps} <= published <= set(range(steps + 1))

@@ -71,7 +71,7 @@ POLICY_FAULTS = [
     ),
     Fault(
         "a policy begins with a new adapter in place of its own",
-        "            start=each.lora.start,\n",
+        "            start=each.lora and each.lora.start,\n",
         "            start=None,\n",
         _STEPS,
     ),

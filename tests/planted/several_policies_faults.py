@@ -104,8 +104,8 @@ SEVERAL_POLICIES_FAULTS = [
     ),
     Fault(
         "a trainer's memory counts one adapter",
-        "tuple(size for own in each for size in tensor_sizes(arch, own.config)) if each",
-        "tensor_sizes(arch, next(iter(each)).config) if each",
+        "tuple(size for own in each for size in tensor_sizes(arch, own.config))",
+        "tensor_sizes(arch, next(iter(each)).config)",
         "run/planner/test_policies_memory.py",
     ),
     Fault(
@@ -119,5 +119,29 @@ SEVERAL_POLICIES_FAULTS = [
         'yield folder / "trainer" / policy, read_manifest(folder).step',
         'yield folder / "trainer" / (policy and min(p.name for p in (folder / "trainer").iterdir())), read_manifest(folder).step',
         "run/test_policies_runs.py::test_a_run_goes_on_with_all_its_policies_and_commands_read_each",
+    ),
+    Fault(
+        "a trainer's memory counts one whole model",
+        "return 1 if config.adapters else len(config.trained_policies)",
+        "return 1",
+        "run/planner/test_whole_policies_memory.py",
+    ),
+    Fault(
+        "a version goes to the first pool",
+        "return await self.of(published.version.policy).publish(published, trainer)",
+        "return await self._pools[0].publish(published, trainer)",
+        "controller/test_policy_pools.py",
+    ),
+    Fault(
+        "a recorded version may have been changed",
+        "if not any(each.fingerprint == fingerprint for each in known):",
+        "if not known:",
+        "run/test_frozen_folders.py",
+    ),
+    Fault(
+        "a frozen model proves nothing",
+        "    if not spec.proves:",
+        "    if True:",
+        "engine/native/test_side_builder.py",
     ),
 ]

@@ -12,8 +12,11 @@ from tidemill.algorithms.mixture import COMMON
 from tidemill.core.config import build, dump
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Capabilities
+from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateSupport
+from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.models.adapter_config import AdapterConfig
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.capability_check import check_engine
 from tidemill.run.cluster import engine_specs, trainer_spec
 from tidemill.run.planner.device_plan import DevicePlan, given_in
@@ -98,10 +101,63 @@ def test_specs_name_the_policies_and_a_warm_up_knows_one(tmp_path: Path):
     engine = engine_specs(plan, tmp_path, folder)["engine"]
     assert engine.policies == ("speller", "adder") and engine.frozen == {"judge": Path(judge)} and engine.adapter_rank == 8
 
-    warm = warm_up_plan(recipe("warmup.accuracy=0.5"))
-    spec, engine = trainer_spec(warm, tmp_path, folder), engine_specs(warm, tmp_path, folder)["engine"]
-    assert not spec.policies and not engine.policies and not engine.frozen and engine.adapter_rank == 0
-    assert warm.config.policy_of == {"words": "policy", "sums": "policy"} and warm.config.algorithms
+    for trainer in (BASE["trainer"], {}):
+        warm = warm_up_plan(recipe("warmup.accuracy=0.5", trainer=trainer))
+        spec, (engine,) = trainer_spec(warm, tmp_path, folder), engine_specs(warm, tmp_path, folder).values()
+        assert not spec.policies and not engine.policies and not engine.frozen and engine.adapter_rank == 0
+        assert (engine.role, engine.serves) == ("engine", "policy")
+        assert warm.config.policy_of == {"words": "policy", "sums": "policy"} and warm.config.algorithms
+
+
+def a_model(folder: Path) -> Path:
+    fresh_model(folder, alphabet="ab\n", context=64, **SIZES["0.1m"])
+    return folder
+
+
+def test_policies_without_adapters_are_whole_models_with_engines_of_their_own(tmp_path: Path):
+    judge, hint = a_model(tmp_path / "judge"), frozen(tmp_path / "hint")
+    policies = {"speller": {"lr": 1e-3}, "adder": {}, "judge": {"frozen": str(judge)}, "hint": {"frozen": hint}}
+    config = recipe(policies=policies, trainer={"lr": 2e-4}, engine={"batch_invariant": False})
+    assert not config.adapters and config.adapter_rank == 0 and config.engine_pools == 4
+    assert config.side_by_side == ("hint",) and config.whole_policies == ("speller", "adder", "judge")
+    plan, folder = plan_of(config), RunFolder(tmp_path / "run")
+    spec = trainer_spec(plan, tmp_path, folder)
+    assert {name: (each.lr, each.lora) for name, each in spec.policies.items()} == {
+        "speller": (1e-3, None),
+        "adder": (2e-4, None),
+    }
+    specs = engine_specs(plan, tmp_path, folder)
+    assert [*specs] == ["engine", "engine-speller", "engine-adder", "engine-judge"]
+    for role, each in specs.items():
+        assert each.role == role
+        assert build(EngineSpec, each.model_dump(mode="json")) == each, "it does not travel"
+    assert specs["engine"].frozen == {"hint": Path(hint)} and specs["engine"].transport is None
+    for name in ("speller", "adder"):
+        own = specs[f"engine-{name}"]
+        assert own.version == Version(-1, policy=name) and own.model == tmp_path and own.transport and not own.proves
+        assert not own.adapters and not own.side_by_side
+    own = specs["engine-judge"]
+    assert own.version == Version(0, policy="judge") and own.model == judge and own.transport is None and own.proves
+
+
+def test_a_frozen_model_stands_beside_adapters(tmp_path: Path):
+    judge = a_model(tmp_path / "judge")
+    policies = {"speller": {}, "adder": {}, "judge": {"frozen": str(judge)}}
+    config = recipe(policies=policies, warmup={"accuracy": 0.5})  # which does not change what it is
+    assert config.side_by_side == ("speller", "adder") and config.whole_policies == ("judge",) and config.engine_pools == 2
+    specs = engine_specs(plan_of(config), tmp_path, RunFolder(tmp_path / "run"))
+    assert [*specs] == ["engine", "engine-judge"] and specs["engine"].policies == ("speller", "adder")
+    assert not specs["engine"].frozen and specs["engine"].adapter_rank == 4 and specs["engine-judge"].adapter_rank == 0
+
+
+def test_a_warm_up_and_an_adapter_of_one_policy_that_exists(tmp_path: Path):
+    policies = {"speller": {"lora": {"start": frozen(tmp_path / "start")}}, "adder": {}}
+    with pytest.raises(ConfigError, match=r"trainer.lora.start = .* of the policy 'speller' with warmup.accuracy = 0.5"):
+        recipe(policies=policies, warmup={"accuracy": 0.5})
+
+
+def test_equal_bits_go_with_whole_models():
+    assert recipe(trainer={}, engine={"batch_invariant": True}).whole_policies == ("speller", "adder")
 
 
 def test_on_one_device_engines_of_several_policies_keep_their_weights():
@@ -116,13 +172,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"policies": {}}, "environment 'words': policy = 'speller' and there is no table policies: give policies = { speller"),
     (SOLVER | {"policies": {}, "env": {"kind": "guess", "policy": "a"}}, "env.policy = 'a' and there is no table policies"),
     (
-        {"trainer": {}},
-        "policies without trainer.lora: several policies are adapters on one model; set trainer.lora.rank = 16",
+        {"trainer": {}, "policies": {"speller": {"lora": {"rank": 2}}, "adder": {}}},
+        "policies.speller.lora without trainer.lora: all policies are adapters, or all are whole models; set trainer.lora",
     ),
-    ({"trainer": {"kind": "deepspeed"}}, "policies without trainer.lora"),
+    ({"trainer": {"kind": "deepspeed"}}, "trainer.kind = 'deepspeed' with policies: it trains one policy; set trainer.kind"),
     ({"trainer": {"lora": {"publish": "merged"}}}, "policies with trainer.lora.publish = 'merged': engines serve them"),
     ({"engine": {"kind": "transformers"}}, "engine.kind = 'transformers' with policies: only the engine of kind 'native'"),
-    ({"engine": {"batch_invariant": True}}, "engine.batch_invariant = true with policies: its kernels serve one policy"),
+    ({"engine": {"batch_invariant": True}}, "engine.batch_invariant = true with policies: its kernels serve one adapter"),
     ({"trainer": {"lora": {}, "ranks": 2}}, "trainer.ranks = 2 with policies: one process trains them all"),
     ({"deterministic": True}, "deterministic = true with policies: their bits depend on which of them sample together"),
     ({"placement": {"share": "sleep"}}, "placement.share = 'sleep' with policies: engines do not give back the weights"),
@@ -131,7 +187,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": "sft"}, "the algorithm of policy 'speller' (sft) learns the tasks' own replies (given = 'answers')"),
     (
         {"algorithm": {"name": "grpo", "reference": {"kl": 0.1, "every": 3}}},
-        "the algorithm of policy 'speller' (grpo) has reference.every = 3: the reference of several policies is the model",
+        "the algorithm of policy 'speller' (grpo) has reference.every = 3: the reference of several policies is the model "
+        "that they began as",
     ),
     (
         {"algorithm": {"name": "grpo", "reference": {"kl": 0.1, "model": "new:2m"}}},
@@ -153,7 +210,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (SOLVER | {"policies": {"reference": {}}}, "policies names 'reference': expected a name of letters"),
     (SOLVER | {"policies": {"policy": {}}}, "none of policy, reference, base, mean"),
-    ({"policies": {"speller": {}, "speller-adapter": {}}}, "the adapter of the first is exported as 'speller-adapter'"),
+    ({"policies": {"speller": {}, "speller-adapter": {}}}, "an adapter of the first is exported as 'speller-adapter'"),
     (
         {"policies": {"speller": {"lora": {"base_dtype": "nf4"}}, "adder": {}}},
         "policies.speller.lora.base_dtype = 'nf4' and trainer.lora.base_dtype = 'float32': all policies are adapters on one",
@@ -239,3 +296,8 @@ def test_an_engine_that_serves_one_policy_is_refused_by_its_capabilities():
     one = build(RunConfig, BASE | {"policies": {}, "env": "guess"})
     check_engine("native", can, one, "engine")
     check_engine("native", Capabilities(64, updates=UpdateSupport(("adapter",)), policies=True), recipe(), "engine")
+    whole = recipe(trainer={})
+    check_engine("native", Capabilities(64, updates=UpdateSupport(("full",))), whole, "engine-speller")
+    with pytest.raises(ConfigError, match="cannot take full weight updates"):
+        check_engine("native", Capabilities(64, updates=UpdateSupport(())), whole, "engine-speller")
+    check_engine("native", Capabilities(64, updates=UpdateSupport(())), whole, "engine-judge", updated=False)

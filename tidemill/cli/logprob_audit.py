@@ -134,7 +134,7 @@ def _candidates(run: RunFolder, lora: LoraSettings | None, policy: str) -> Itera
             yield folder / "trainer" / policy, read_manifest(folder).step
         except CheckpointError:
             continue  # unfinished, or set aside: no resume uses it
-    final = run.final / f"{policy}-adapter" if policy else run.final_adapter if lora else run.final
+    final = run.final / policy if lora is None else run.final / f"{policy}-adapter" if policy else run.final_adapter
     if final.is_dir():
         yield final, None
 

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from tidemill.controller.first_cause import GRACE_S
 from tidemill.controller.updates_in_force import UpdatesInForce
@@ -29,6 +29,9 @@ from tidemill.core.interfaces import Capabilities, Engine, Trainer
 from tidemill.core.types import Array, Completion, GenerateRequest, Scored, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.observability.stall_report import waiting
+
+if TYPE_CHECKING:
+    from tidemill.controller.policy_pools import Pool
 
 T = TypeVar("T")
 
@@ -100,6 +103,12 @@ class EnginePool:
     def engines(self) -> list[Engine]:
         """The engines that serve or finish their last requests."""
         return [member.engine for member in self._members.values() if member.state is not MemberState.JOINING]
+
+    @property
+    def load(self) -> float:
+        """Groups whose requests go to a member that serves, on average."""
+        serving = self._serving()
+        return sum(member.groups for member in serving) / max(len(serving), 1)
 
     @property
     def in_force(self) -> list[Version]:
@@ -369,7 +378,7 @@ class Route:
 class PoolPublisher:
     """`interfaces.Publisher` from one trainer to a pool."""
 
-    def __init__(self, trainer: Trainer, pool: EnginePool, tell: Callable[[Version, str], None] | None = None) -> None:
+    def __init__(self, trainer: Trainer, pool: Pool, tell: Callable[[Version, str], None] | None = None) -> None:
         """Publish from `trainer` to `pool`.
 
         tell: called once for each reason why a version holds the same weights as the one before.

@@ -12,7 +12,7 @@ from math import sqrt
 
 import numpy as np
 
-from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.policy_pools import Pool
 from tidemill.controller.rollout import EpisodeSetup, greedy
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.outcomes import SOLVED, parts_of
@@ -27,7 +27,7 @@ CONCURRENT = 256  # episodes at a time: enough to fill the engines, without a qu
 class Evaluator:
     """Plays held-out tasks greedily on the pool and summarises the outcomes."""
 
-    def __init__(self, pool: EnginePool, episodes: EpisodeSetup, seed: int) -> None:
+    def __init__(self, pool: Pool, episodes: EpisodeSetup, seed: int) -> None:
         self._pool, self._episodes, self._seed = pool, greedy(episodes), seed
         self._runs = itertools.count()
 

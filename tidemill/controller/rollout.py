@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from tidemill.controller.engine_pool import EnginePool, Route
+from tidemill.controller.policy_pools import AnyRoute, Pool
 from tidemill.core.errors import EnvironmentLost, EpisodeFailed, EpisodeOver, Overdue, WorkerLost
 from tidemill.core.interfaces import Environment, Sampler
 from tidemill.core.outcomes import clip, fitting, outcome_of, outcomes_of
@@ -144,7 +144,7 @@ class Rollout:
 
     def __init__(
         self,
-        pool: EnginePool,
+        pool: Pool,
         episodes: EpisodeSetup,
         group_size: int,
         run_seed: int,
@@ -166,11 +166,11 @@ class Rollout:
             await self._episodes.judge(task, attempts)
         return Group(group_id, task, attempts)
 
-    async def _attempts(self, engine: Route, group_id: int, task: Task) -> list[Trajectory]:
+    async def _attempts(self, engine: AnyRoute, group_id: int, task: Task) -> list[Trajectory]:
         samples = [*range(self._size), *([GREEDY] if self._greedy else [])]
         return await _all(self._attempt(engine, group_id, task, sample) for sample in samples)
 
-    async def _attempt(self, engine: Route, group_id: int, task: Task, sample: int) -> Trajectory:
+    async def _attempt(self, engine: AnyRoute, group_id: int, task: Task, sample: int) -> Trajectory:
         episodes = self._greedy if self._greedy and sample == GREEDY else self._episodes
         return await episodes.within(engine.context).play(
             task,

@@ -19,6 +19,7 @@ import numpy as np
 from tidemill.controller.circuit_breaker import Change
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.controller.evaluation import MOST_PARTS
+from tidemill.controller.policy_pools import Pool
 from tidemill.core.errors import PeerLost
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.outcomes import parts_of
@@ -211,9 +212,7 @@ class Monitor:
     def saving(self, step: int) -> None:
         self._display.note(f"step {step} was the last one: its checkpoint is being written")
 
-    async def probe(
-        self, served: Version, samples: Sequence[Sample], logprobs: Sequence[Array], pool: EnginePool
-    ) -> LogprobGap:
+    async def probe(self, served: Version, samples: Sequence[Sample], logprobs: Sequence[Array], pool: Pool) -> LogprobGap:
         """Score rows of the batch on an engine whose weights are those the trainer has just used (I1)."""
         found = LogprobGap()
         first, own_rows = derive_seed("probe", served.step), [i for i, s in enumerate(samples) if s.policy == served.policy]

@@ -6,13 +6,13 @@ None, Cores) -> Engine`, and one entry in the table.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from tidemill.core.config import Config
-from tidemill.core.errors import ConfigError
 from tidemill.core.registry import KindSettings, Registry
 from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateSupport
@@ -68,7 +68,7 @@ class BaseEngineSettings(KindSettings, registry=ENGINES):
 class EngineSpec(Config):
     """Everything that an engine is built from, as plain data that travels to its process."""
 
-    role: str = "engine"  # or reference
+    role: str = "engine"  # reference; engine-NAME of a policy that is a whole model
     name: str = "engine-0"
     model: Path  # a Hugging Face folder
     engine: BaseEngineSettings
@@ -77,6 +77,8 @@ class EngineSpec(Config):
     sleeps: bool = False  # it sleeps before each update, so it needs no memory for weights beside those it serves
     adapter_rank: int = 0  # highest rank of the adapters that its versions are; 0: they are whole weights
     base_dtype: BaseDtype = "float32"  # numbers of the model that these adapters are added to
+    serves: str = UNPUBLISHED.policy  # the policy that its model is, where it serves one
+    proves: bool = False  # the version of a model that nothing updates has its fingerprint
     policies: tuple[str, ...] = ()  # trained policies that it serves side by side, as adapters; (): it serves one policy
     frozen: dict[str, Path] = Field(
         default_factory=dict
@@ -88,21 +90,17 @@ class EngineSpec(Config):
     @property
     def version(self) -> Version:
         """The version of the folder's weights: 0 unless others are to be published."""
-        return Version(0) if self.transport is None else UNPUBLISHED
+        return replace(Version(0) if self.transport is None else UNPUBLISHED, policy=self.serves)
 
     @property
     def side_by_side(self) -> bool:
         """True for an engine that serves several policies at once."""
         return bool(self.policies or self.frozen)
 
-    def expect_one_policy(self) -> None:
-        """Raise ConfigError for several policies, which an engine of this kind does not serve."""
-        if self.side_by_side:
-            names = ", ".join([*self.policies, *self.frozen])
-            raise ConfigError(
-                f"engine.kind = {self.engine.kind_name!r} serves one policy, and is to serve {names}: "
-                "set engine.kind = 'native', which serves several side by side, or leave out `policies`"
-            )
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The policies that it serves side by side."""
+        return (*self.policies, *self.frozen)
 
     @property
     def adapters(self) -> bool:

@@ -35,8 +35,11 @@ def base_version(fingerprint: str) -> Version:
 
 
 def config_block(config: AdapterConfig, whole: bool = True) -> Slice:
-    """The configuration as a tensor of bytes. whole: False gives an empty block of it, as ranks do that do not send it."""
-    text = replace(config, base="").to_json().encode()  # a path of the trainer's machine is nothing to an engine
+    """The configuration as a tensor of bytes. whole: False gives an empty block of it, as ranks do that do not send it.
+
+    It leaves out what only training reads: the base's path on the trainer's machine, and the dropout.
+    """
+    text = replace(config, base="", dropout=0.0).to_json().encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return Slice(ADAPTER_CONFIG, (len(data),), (0,), data if whole else data[:0])
 

@@ -73,7 +73,7 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
     config, ledger, plan = session.config, session.ledger, session.plan
     algorithm, policies = make_algorithm(config), config.trained_policies
     checkpoints = _checkpoints(session)
-    context = min(pool.context for pool in cluster.pools)  # shorter if a KV cache is small
+    context = min(pool.context for pool in cluster.pools.values())  # shorter if a KV cache is small
     slept, made = cluster.pool.slept_s, make_episodes(config, session.environment, session.model, session.frozen)
     episodes = replace(made, context=context, extras=session.extras, paused_s=slept)
     roller, held_out = _roller(session, cluster, episodes, algorithm)
@@ -106,7 +106,7 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
     if session.curriculum is None:  # from here on it is told of everything
         session.curriculum = remembered(curriculum_of(config, session.environment), ledger)
     curriculum, devices = session.curriculum, plan.devices.metrics()
-    session.monitor.attach(cluster.trainer, cluster.pools, lambda: {**curriculum.figures(), **devices})
+    session.monitor.attach(cluster.trainer, [*cluster.pools.values()], lambda: {**curriculum.figures(), **devices})
     return Controller(
         _schedule(plan, point),
         _buffer(plan, point),

@@ -28,11 +28,12 @@ def check_engine(
     role: str,
     extras: Sequence[TokenExtra] = (),
     takes_turns: bool = False,
+    updated: bool = True,
 ) -> list[str]:
     """Raise ConfigError for what this role needs and the engine lacks; return what the run adapts to.
 
-    role: "engine" samples and is updated; "reference" only scores. extras: what the losses read of each token. takes_turns:
-    it sleeps while the trainer computes.
+    role: "reference" only scores; any other samples, and is updated if `updated`. extras: what the losses read of each
+    token. takes_turns: it sleeps while the trainer computes.
     """
     engine = f"engine.kind = {kind!r}"
     if role == "reference":
@@ -44,10 +45,10 @@ def check_engine(
         return []
     for refused in _refusals(engine, can, config):
         raise ConfigError(refused)
-    if config.policies and not can.policies:
+    if role == "engine" and config.side_by_side and not can.policies:
         raise ConfigError(
-            f"policies = {', '.join(config.policies)}: {engine} lacks the capability 'policies', to serve several side by "
-            "side; leave policies out, or take another kind of engine"
+            f"policies = {', '.join(config.side_by_side)}: {engine} lacks the capability 'policies', to serve several side "
+            "by side; leave policies out, or take another kind of engine"
         )
     if takes_turns and not can.sleep:
         raise ConfigError(
@@ -55,7 +56,8 @@ def check_engine(
             f"{engine} lacks the capability 'sleep'; set placement.share = 'beside', or take another kind of engine"
         )
     _expect_extras(engine, can, config, extras)
-    _expect_updates(engine, can, config)
+    if updated:
+        _expect_updates(engine, can, config)
     probes = config.record.probe_every > 0
     blind = probes and not can.scores(config.rollout.temperature)
     told = [

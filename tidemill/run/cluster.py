@@ -14,6 +14,7 @@ from tidemill.controller.device_turns import DeviceTurns
 from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.engine_supervisor import Supervisor
 from tidemill.controller.first_cause import first_cause, trainer_loss
+from tidemill.controller.policy_pools import PolicyPools, Pool
 from tidemill.controller.reference_pool import WithServedReference
 from tidemill.core.interfaces import Capabilities, Engine, Trainer
 from tidemill.core.token_extras import TokenExtra
@@ -28,6 +29,8 @@ from tidemill.runtime.cpu_sharing import CoreBoard, CoreShare, core_board
 from tidemill.runtime.placement import Handle, Placement, Resources, members_of
 from tidemill.trainer.trainer_kinds import PolicySpec, TrainerSpec, folder_of
 
+ENGINE, REFERENCE = "engine", "reference"  # roles
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -35,28 +38,32 @@ class Cluster:
 
     trainer: Trainer
     process: ReplaceableTrainer  # the trainer's
-    pools: list[EnginePool]  # the rollouts' pool, then a served reference's
-    supervisors: list[Supervisor]  # one for each pool
+    pool: Pool  # that rollouts are sampled from
+    pools: dict[str, EnginePool]  # by role: those of rollouts, then a served reference's
+    supervisors: dict[str, Supervisor]  # by role
     turns: DeviceTurns  # of trainer and rollout engines on one device; a reference's engines serve the trainer
     handles: Callable[[], list[Handle[Any]]]  # the present processes: the trainer's, then the engines'
 
     @property
-    def pool(self) -> EnginePool:
-        """The engine pool that rollouts are sampled from."""
-        return self.pools[0]
-
-    @property
     def capabilities(self) -> list[Capabilities]:
         """The capabilities of each present engine, as it said at its own start."""
-        return [member.can for pool in self.pools for member in pool.members]
+        return [member.can for pool in self.pools.values() for member in pool.members]
 
     async def join(self) -> str:
-        """Start one more engine for rollouts. It samples once it serves the version in force. Returns its name."""
-        return await self.supervisors[0].add()
+        """Start one more engine for rollouts, in the pool with the most load.
+
+        It samples once it serves the versions in force. Returns its name.
+        """
+        role = max((role for role in self.pools if role != REFERENCE), key=lambda role: self.pools[role].load)
+        return await self.supervisors[role].add()
 
     async def drain(self, name: str, *, hand_over: bool = False) -> None:
         """Let an engine end its requests (hand_over: give them to others), leave the pool, and stop it."""
-        await self.supervisors[0].remove(name, hand_over=hand_over)
+        role = name.rpartition("-")[0]
+        if role not in self.supervisors or role == REFERENCE:
+            known = ", ".join(member.name for own, pool in self.pools.items() if own != REFERENCE for member in pool.members)
+            raise ValueError(f"drain({name!r}): no such engine samples rollouts; these do: {known or 'none'}")
+        await self.supervisors[role].remove(name, hand_over=hand_over)
 
     @asynccontextmanager
     async def watched(self, trainer: bool = False) -> AsyncIterator[None]:
@@ -66,7 +73,7 @@ class Cluster:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                works = [*(each.run() for each in self.supervisors), *([self.process.ends()] if trainer else [])]
+                works = [*(each.run() for each in self.supervisors.values()), *([self.process.ends()] if trainer else [])]
                 watching = [group.create_task(work) for work in works]
                 yield
                 for each in watching:
@@ -114,31 +121,49 @@ def _policy_spec(config: RunConfig, name: str) -> PolicySpec:
     """The spec of one of several trained policies."""
     updates = max(each.updates.count for each in config.policy_algorithms[name].values())
     lr = config.policies[name].lr or config.trainer.lr
-    return PolicySpec(lr=lr, lora=config.adapters[name], steps=config.steps * updates)
+    return PolicySpec(lr=lr, lora=config.adapters.get(name), steps=config.steps * updates)
 
 
 def engine_specs(plan: RunPlan, model: Path, folder: RunFolder) -> dict[str, EngineSpec]:
     """The specs of a run's engines by role, before they have a name and a share of the cores."""
     config = plan.config
-    specs = {
-        "engine": EngineSpec(
-            model=model,
-            engine=config.engine,
-            transport=config.placement.sync.kind_name,
-            cached_versions=config.max_lag + 1,  # an older episode cannot be trained on any more
-            sleeps=plan.takes_turns,
-            adapter_rank=config.adapter_rank,
-            base_dtype=config.adapter_base,
-            policies=config.trained_policies if config.policies else (),
-            frozen={name: Path(folder).expanduser() for name, folder in config.frozen_policies.items()},
-            profile=_profile(plan, folder),
-            logs=folder.logs,
-        )
-    }
+    common = EngineSpec(
+        model=model,
+        engine=config.engine,
+        transport=config.placement.sync.kind_name,
+        cached_versions=config.max_lag + 1,  # an older episode cannot be trained on any more
+        sleeps=plan.takes_turns,
+        profile=_profile(plan, folder),
+        logs=folder.logs,
+    )
+    own = {"adapter_rank": config.adapter_rank, "base_dtype": config.adapter_base}
+    specs = _of_policies(config, common) if config.policies else {ENGINE: common.model_copy(update=own)}
     served = folder_of(config.reference, model)
     if config.placement.reference_engines and served is not None:
-        specs["reference"] = EngineSpec(role="reference", model=served, engine=config.serves_reference, logs=folder.logs)
+        specs[REFERENCE] = EngineSpec(role=REFERENCE, model=served, engine=config.serves_reference, logs=folder.logs)
     return specs
+
+
+def _of_policies(config: RunConfig, common: EngineSpec) -> dict[str, EngineSpec]:
+    """The specs of the engines of several policies: of all adapters, then of each whole model."""
+    specs, folders, never = dict[str, EngineSpec](), config.frozen_folders, {"transport": None, "profile": None}
+    if config.side_by_side:
+        trained = tuple(config.adapters)
+        frozen = {name: folders[name] for name in config.side_by_side if name in folders}
+        own = {"policies": trained, "frozen": frozen, "adapter_rank": config.adapter_rank}
+        own |= {"base_dtype": config.adapter_base}
+        specs[ENGINE] = common.model_copy(update=own if trained else own | never)
+    for name in config.whole_policies:
+        own = {"role": role_of(name), "serves": name}
+        if name in folders:
+            own |= never | {"model": folders[name], "proves": True}
+        specs[role_of(name)] = common.model_copy(update=own)
+    return specs
+
+
+def role_of(policy: str) -> str:
+    """The role of the engines that serve a policy which is a whole model."""
+    return f"{ENGINE}-{policy}"
 
 
 def _profile(plan: RunPlan, folder: RunFolder) -> Path | None:
@@ -168,7 +193,7 @@ class _Starter:
     async def engine(self, role: str, name: str) -> Handle[Engine]:
         threads = self.plan.config.placement.engine_threads
         spec = self.engines[role].model_copy(update={"name": name, "core_share": self.board.share(name, threads)})
-        deadlines = REFERENCE_DEADLINES if role == "reference" else ENGINE_DEADLINES
+        deadlines = REFERENCE_DEADLINES if role == REFERENCE else ENGINE_DEADLINES
         resources = Resources(threads, self.plan.devices.of(role, name))
         handle = await start_role(self.placement, Engine, spec, resources, deadlines)
         self.started.append(handle)
@@ -176,8 +201,9 @@ class _Starter:
 
     async def member(self, role: str, handle: Handle[Engine]) -> Member:
         can, config = await handle.proxy.capabilities(), self.plan.config
-        kind = self.engines[role].engine.kind_name
-        adaptations = check_engine(kind, can, config, role, self.extras, self.plan.takes_turns)
+        spec = self.engines[role]
+        kind, updated = spec.engine.kind_name, spec.transport is not None
+        adaptations = check_engine(kind, can, config, role, self.extras, self.plan.takes_turns, updated)
         if self.context:
             adaptations += check_context(handle.name, can, self.context, config, role)
         for said in adaptations:
@@ -206,8 +232,8 @@ async def start_cluster(
     is adapted to. extras: asked of engines.
     """
     config, settings, specs = plan.config, plan.config.placement, engine_specs(plan, model, folder)
-    counts = {"engine": settings.engines, "reference": settings.reference_engines}
-    names = {role: [f"{role}-{i}" for i in range(counts[role])] for role in specs}
+    counts = {role: settings.reference_engines if role == REFERENCE else settings.engines for role in specs}
+    names = {role: [f"{role}-{i}" for i in range(count)] for role, count in counts.items()}
     threads = settings.trainer_threads
     async with AsyncExitStack() as stack:
         board = stack.enter_context(core_board(max(threads, settings.engine_threads) if plan.shares_cores else 1))
@@ -217,23 +243,32 @@ async def start_cluster(
         async with asyncio.TaskGroup() as group:
             learning = group.create_task(starter.trainer(learners))
             serving = {role: [group.create_task(starter.first(role, name)) for name in names[role]] for role in specs}
-        pools, supervisors = dict[str, EnginePool](), list[Supervisor]()
+        pools, supervisors = dict[str, EnginePool](), dict[str, Supervisor]()
         for role, tasks in serving.items():
             handles, members = zip(*(task.result() for task in tasks), strict=True)
             pools[role] = EnginePool(members)
             start, member = partial(starter.engine, role), partial(starter.member, role)
             budget = partial(budget_of, config.supervise)
-            supervisors.append(Supervisor(pools[role], role, handles, start, member, budget, on_event))
+            supervisors[role] = Supervisor(pools[role], role, handles, start, member, budget, on_event)
         starter.context = min(pool.context for pool in pools.values())
         process = ReplaceableTrainer(learning.result(), partial(starter.trainer, learners))
         trainer = cast(Trainer, process)
-        if "reference" in pools:
-            trainer = cast(Trainer, WithServedReference(trainer, pools["reference"]))
+        if REFERENCE in pools:
+            trainer = cast(Trainer, WithServedReference(trainer, pools[REFERENCE]))
         yield Cluster(
-            *(trainer, process, list(pools.values()), supervisors),
-            DeviceTurns(trainer, pools["engine"]) if plan.takes_turns else DeviceTurns(),
-            lambda: [*members_of(process.handle), *(h for each in supervisors for h in each.handles.values())],
+            *(trainer, process, _sampled(specs, pools), pools, supervisors),
+            DeviceTurns(trainer, pools[ENGINE]) if plan.takes_turns else DeviceTurns(),
+            lambda: [*members_of(process.handle), *(h for each in supervisors.values() for h in each.handles.values())],
         )
+
+
+def _sampled(specs: dict[str, EngineSpec], pools: dict[str, EnginePool]) -> Pool:
+    """The pool that rollouts are sampled from: the only one, or that of each policy."""
+    found = dict[str, EnginePool]()
+    for role, pool in pools.items():
+        if role != REFERENCE:
+            found |= dict.fromkeys(specs[role].names or (specs[role].serves,), pool)
+    return next(iter(found.values())) if len({*found.values()}) == 1 else PolicyPools(found)
 
 
 async def _stop_all(handles: list[Handle[Any]]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
+from tidemill.core.errors import ConfigError
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.environment_settings import environments_of
-from tidemill.models.adapter_config import AdapterConfig
+from tidemill.models.adapter_config import AdapterConfig, BaseDtype
+from tidemill.run.frozen_folders import frozen_folder, is_model
 from tidemill.run.policy_tables import ONLY, trained
 from tidemill.trainer.trainer_kinds import LoraSettings, TrainerSettings
 
@@ -27,7 +28,7 @@ def policy_conflicts(config: RunConfig) -> Iterator[str]:
     if not config.policies:
         yield from _named_without_table(config)
         return
-    yield from chain(_names(config), _environments(config), _adapters(config), _parts(config), _algorithms(config))
+    yield from chain(_names(config), _environments(config), _weights(config), _parts(config), _algorithms(config))
 
 
 def _named_without_table(config: RunConfig) -> Iterator[str]:
@@ -47,7 +48,7 @@ def _names(config: RunConfig) -> Iterator[str]:
                 f"{', '.join(RESERVED)}; give this policy another name"
             )
         if (other := f"{name}-adapter") in config.policies:
-            yield f"policies {name!r} and {other!r}: the adapter of the first is exported as {other!r}; rename the second"
+            yield f"policies {name!r} and {other!r}: an adapter of the first is exported as {other!r}; rename the second"
     if not trained(config.policies):
         yield "policies names only frozen ones, so there is nothing to train: add one without frozen, such as solver = {}"
 
@@ -74,24 +75,30 @@ def _environments(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _adapters(config: RunConfig) -> Iterator[str]:
-    lora = config.trainer.lora if isinstance(config.trainer, TrainerSettings) else None
-    if lora is None:
+def _weights(config: RunConfig) -> Iterator[str]:
+    if not isinstance(config.trainer, TrainerSettings):
         yield (
-            "policies without trainer.lora: several policies are adapters on one model; set trainer.lora.rank = 16 "
-            "(trainer.kind = 'native'), or leave policies out"
+            f"trainer.kind = {config.trainer.kind_name!r} with policies: it trains one policy; set trainer.kind = 'native', "
+            "or leave policies out"
         )
         return
-    if lora.publish != "adapter":
+    lora = config.trainer.lora
+    if lora is not None and lora.publish != "adapter":
         yield "policies with trainer.lora.publish = 'merged': engines serve them as adapters side by side; leave publish out"
     for name, each in config.policies.items():
-        if (own := each.own_lora) is not None:
-            yield from _own_adapter(config, name, own, lora)
+        own = each.own_lora
+        if own is not None and lora is None:
+            yield (
+                f"policies.{name}.lora without trainer.lora: all policies are adapters, or all are whole models; set "
+                f"trainer.lora.rank = 16, or leave policies.{name}.lora out"
+            )
+        elif own is not None and lora is not None:
+            yield from _own_adapter(name, own, lora)
         if each.frozen is not None:
-            yield from _frozen(config, name, each.frozen, lora)
+            yield from _frozen(config, name, each.frozen, "float32" if lora is None else lora.base_dtype)
 
 
-def _own_adapter(config: RunConfig, name: str, own: LoraSettings, common: LoraSettings) -> Iterator[str]:
+def _own_adapter(name: str, own: LoraSettings, common: LoraSettings) -> Iterator[str]:
     for key in ("publish", "base_dtype"):
         if getattr(own, key) != getattr(common, key):
             yield (
@@ -100,15 +107,23 @@ def _own_adapter(config: RunConfig, name: str, own: LoraSettings, common: LoraSe
             )
 
 
-def _frozen(config: RunConfig, name: str, folder: str, common: LoraSettings) -> Iterator[str]:
-    given = f"policies.{name}.frozen = {folder!r}"
-    held = AdapterConfig.from_folder(Path(folder).expanduser()).base_dtype
-    if held not in ("float32", common.base_dtype):  # PEFT does not write how the base was held
+def _frozen(config: RunConfig, name: str, given: str, base_dtype: BaseDtype) -> Iterator[str]:
+    """base_dtype: of the model that adapters are added to."""
+    try:
+        folder = frozen_folder(given)
+    except ConfigError as missing:
+        yield f"policies.{name}.frozen = {missing}"
+        return
+    if is_model(folder):
+        return
+    said = f"policies.{name}.frozen = {given!r}"
+    held = AdapterConfig.from_folder(folder).base_dtype
+    if held not in ("float32", base_dtype):  # PEFT does not write how the base was held
         yield (
-            f"{given} was trained on a base in {held}, and trainer.lora.base_dtype = {common.base_dtype!r}: set "
+            f"{said} was trained on a base in {held}, and trainer.lora.base_dtype = {base_dtype!r}: set "
             f"trainer.lora.base_dtype = {held!r}"
         )
-    yield from warmed_base(config, given)
+    yield from warmed_base(config, said)
 
 
 def warmed_base(config: RunConfig, given: str) -> Iterator[str]:
@@ -127,11 +142,11 @@ def _parts(config: RunConfig) -> Iterator[str]:
         yield "deterministic = true with policies: their bits depend on which of them sample together; leave one of both out"
     if not isinstance(engine, EngineSettings):
         yield (
-            f"engine.kind = {engine.kind_name!r} with policies: only the engine of kind 'native' serves several policies "
-            "side by side; set engine.kind = 'native'"
+            f"engine.kind = {engine.kind_name!r} with policies: only the engine of kind 'native' serves several policies; "
+            "set engine.kind = 'native'"
         )
-    elif engine.batch_invariant:
-        yield "engine.batch_invariant = true with policies: its kernels serve one policy; leave batch_invariant out"
+    elif engine.batch_invariant and config.side_by_side:
+        yield "engine.batch_invariant = true with policies: its kernels serve one adapter; leave batch_invariant out"
     if config.trainer.ranks > 1:
         yield f"trainer.ranks = {config.trainer.ranks} with policies: one process trains them all; set trainer.ranks = 1"
     if config.placement.share == "sleep":
@@ -157,12 +172,12 @@ def _algorithms(config: RunConfig) -> Iterator[str]:
         if each.reference is not None and each.reference.every:
             yield (
                 f"{_whose(name, each)} has reference.every = {each.reference.every}: the reference of several policies is "
-                "the model without adapters, and stays what it is; leave every out"
+                "the model that they began as, and stays what it is; leave every out"
             )
         if each.reference is not None and each.reference.model != "initial":
             yield (
                 f"{_whose(name, each)} has reference.model = {each.reference.model!r}: the reference of several policies is "
-                "the model without adapters; leave reference.model out"
+                "the model that they began as; leave reference.model out"
             )
     for name, each in config.policies.items():
         if each.algorithm and all(

@@ -17,7 +17,7 @@ ONLY = "policy"  # the name of a run's policy where the recipe names none
 
 
 class PolicySettings(Config):
-    """One of several policies of a run: an adapter that is trained, or one that is served as it is."""
+    """One of several policies of a run: an adapter or a model that is trained, or one that is served as it is."""
 
     lr: float | None = Field(default=None, gt=0, description="Learning rate of this policy. none: trainer.lr")
     algorithm: dict[str, Any] = Field(
@@ -27,7 +27,9 @@ class PolicySettings(Config):
         default={}, description="Adapter of this policy: a table with the keys of trainer.lora. Empty: trainer.lora"
     )
     frozen: str | None = Field(
-        default=None, description="PEFT folder of an adapter that is served and never trained. none: this policy is trained"
+        default=None,
+        description="What is served as it is and never trained: the folder of an adapter or a model, or RUN/NAME@vN, a "
+        "version of another run. none: this policy is trained",
     )
 
     @field_validator("algorithm", mode="before")

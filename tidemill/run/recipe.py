@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings, begins_as
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.algorithms.policy_algorithms import check_policies
 from tidemill.algorithms.presets import ATTEMPTS, PRESETS
 from tidemill.core.config import Config, build, load
@@ -29,8 +29,10 @@ from tidemill.envs.environment_settings import (
 )
 from tidemill.models.adapter_config import BaseDtype
 from tidemill.run.foreign_keys import ELSEWHERE, NOT_YET, NOT_YET_VALUES
+from tidemill.run.frozen_folders import frozen_folder, known_model
+from tidemill.run.lora_conflicts import lora_conflicts
 from tidemill.run.placement_kinds import BasePlacementSettings, PlacementSettings
-from tidemill.run.policy_conflicts import policy_conflicts, warmed_base
+from tidemill.run.policy_conflicts import policy_conflicts
 from tidemill.run.policy_tables import ONLY, PolicySettings, algorithms_of, by_environment, trained
 from tidemill.run.recipe_files import found
 from tidemill.run.recipe_tables import (
@@ -78,7 +80,9 @@ class RunConfig(Config):
         default={}, description="Engine that serves the reference: a table with the keys of [engine]. Left out: one like it"
     )
     trainer: BaseTrainerSettings = TrainerSettings()
-    policies: dict[str, PolicySettings] = Field(default={}, description="Several policies by name, adapters on one model")
+    policies: dict[str, PolicySettings] = Field(
+        default={}, description="Several policies by name: adapters on one model, or whole models"
+    )
     scoring: ScoringSettings = ScoringSettings()
     warmup: WarmupSettings = WarmupSettings()
     eval: EvalSettings = EvalSettings()
@@ -117,8 +121,29 @@ class RunConfig(Config):
 
     @property
     def frozen_policies(self) -> dict[str, str]:
-        """The PEFT folders of the policies that are served and never trained, by name."""
+        """The policies that are served and never trained, by name: a folder, or a version as RUN/NAME@vN."""
         return {name: each.frozen for name, each in self.policies.items() if each.frozen is not None}
+
+    @property
+    def frozen_folders(self) -> dict[str, Path]:
+        """The folders of the frozen policies. Raises ConfigError for a version that its run does not hold."""
+        return {name: frozen_folder(each) for name, each in self.frozen_policies.items()}
+
+    @property
+    def side_by_side(self) -> tuple[str, ...]:
+        """The policies that are adapters on the model, which each engine serves together; () without a table `policies`."""
+        trained = tuple(self.adapters) if self.policies else ()
+        return (*trained, *(name for name, each in self.frozen_policies.items() if not known_model(each)))
+
+    @property
+    def whole_policies(self) -> tuple[str, ...]:
+        """The policies that are whole models, each with engines of its own; () without a table `policies`."""
+        return tuple(name for name in self.policies if name not in self.side_by_side)
+
+    @property
+    def engine_pools(self) -> int:
+        """Pools of placement.engines engines each: one for all adapters, and one for each whole model."""
+        return max(1, bool(self.side_by_side) + len(self.whole_policies))
 
     @property
     def reference(self) -> ReferenceSettings | None:
@@ -176,7 +201,7 @@ class RunConfig(Config):
             self._offline_conflicts(),
             self._window_conflicts(),
             self._reference_conflicts(),
-            self._lora_conflicts(),
+            lora_conflicts(self),
         ):
             raise ValueError(conflict)
         return self
@@ -258,36 +283,6 @@ class RunConfig(Config):
         if window > widest:
             yield f"rollout.window = {window}: at most max_lag * rollout.groups + 1 = {widest} keeps the bound"
 
-    def _lora_conflicts(self) -> Iterator[str]:
-        if not isinstance(self.trainer, TrainerSettings) or self.trainer.lora is None:
-            return
-        if self.reference is not None and self.reference.every:
-            yield (
-                f"trainer.lora with algorithm.reference.every = {self.reference.every}: a reference beside an adapter is "
-                "the model without it, and stays what it is; leave every out"
-            )
-        if self.adapter_rank and (every := self.placement.sync.every_full) > 1:
-            yield (
-                f"trainer.lora with placement.sync.full_every = {every}: an adapter travels alone and whole each time, so "
-                "there are no changes to send; leave full_every out, or set trainer.lora.publish = 'merged'"
-            )
-        for name, lora in self.adapters.items():
-            dropout, of = lora.config.dropout, f" of the policy {name!r}" if self.policies else ""
-            if lora.start is not None:
-                yield from warmed_base(self, f"trainer.lora.start = {lora.start!r}{of}")
-            if dropout and any(map(_behaves, self.policy_algorithms[name].values())):
-                yield (
-                    f"trainer.lora.dropout = {dropout:g}{of} with algorithm.old_logprobs = 'behaviour': a pass that drops "
-                    "inputs has other logprobs than the policy that was sampled from, and cannot be held against it; set "
-                    "algorithm.old_logprobs = 'recompute' (with a loss that reads them, such as ppo_clip), or dropout = 0"
-                )
-        held, count = self.trainer.lora.base_dtype, self.placement.reference_engines
-        if held != "float32" and count and begins_as(self.reference, None, str) is None:
-            yield (
-                f"trainer.lora.base_dtype = {held!r} with placement.reference_engines = {count}: they would serve the "
-                "folder's own numbers; leave reference_engines out, and the trainer computes the reference"
-            )
-
     @property
     def adapters(self) -> dict[str, LoraSettings]:
         """The adapter of each trained policy; empty where whole weights are trained."""
@@ -322,11 +317,6 @@ class RunConfig(Config):
                 f"{given}: an engine scores over the whole vocabulary, and rollout.top_p, top_k and min_p leave out a part "
                 "of it; leave them off, or set 0 engines for the reference"
             )
-
-
-def _behaves(algorithm: AlgorithmSettings) -> bool:
-    """True if what is sampled is trained by the engines' logprobs alone."""
-    return not algorithm.given and not algorithm.recomputes
 
 
 OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tidemill.core.config import Config, build, dump
 from tidemill.core.errors import ConfigError
+from tidemill.run.frozen_folders import recorded_version
 
 S = TypeVar("S", bound=Config)
-TABLES = ("env", "algorithm", "policies")
+TABLES = ("env", "algorithm", "trainer", "policies")
 DATA = ("data", "eval_data")  # keys of an environment of rows
+ADAPTERS = ("frozen", "start")  # keys of a policy, or an adapter
 MOST_TOLD = 5  # differences that the error names
 MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "profile", "record", "scoring", "supervise"})
 """Keys that may differ when a run is resumed. Any other would change the meaning of the recorded steps."""
@@ -63,7 +66,7 @@ def _look(place: str, folders: Sequence[Path], code: bool) -> str:
 
 def _there(path: Path) -> bool:
     try:
-        return path.is_file()
+        return path.exists()
     except OSError:  # a name too long for the system, or a folder without permission
         return False
 
@@ -82,6 +85,10 @@ def _walk(value: Any, change: Callable[[str, bool], str], key: str = "") -> Any:
             place, _, name = value.rpartition(":")
             return f"{change(place, True)}:{name}" if place.endswith(".py") else value
         case str() if key in DATA and value:
+            return change(value, False)
+        case str() if key in ADAPTERS and value:
+            if (recorded := recorded_version(value)) is not None:
+                return str(replace(recorded, run=Path(change(str(recorded.run), False))))
             return change(value, False)
     return value
 

@@ -117,7 +117,7 @@ def advice(totals: Totals, plan: RunPlan, policy: Architecture) -> dict[str, Any
     setup = Setup(
         max_lag=config.max_lag,
         slots=plan.slots,
-        engines=placement.engines,
+        engines=placement.engines * config.engine_pools,
         engine_threads=placement.engine_threads,
         engine_step=tokens_per_step(totals) * parameters(policy),
         trainer_threads=placement.trainer_threads,

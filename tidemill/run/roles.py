@@ -64,7 +64,7 @@ def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
     for what, table in kinds.items():
         REGISTRIES[what].learn(table)
     spec = {key: value for key, value in spec.items() if key != "kinds"}
-    match spec["role"]:
+    match spec["role"].partition("-")[0]:  # engines of one of several policies are "engine-NAME"
         case "engine" | "reference":
             return build_engine(build(EngineSpec, spec)), Engine
         case "trainer":
@@ -164,14 +164,22 @@ async def placed(settings: BasePlacementSettings, logs: Path, supervise: Supervi
 
 @asynccontextmanager
 async def start_engine(
-    config: RunConfig, model: Path, logs: Path, threads: int, frozen: Mapping[str, Path] | None = None
+    config: RunConfig,
+    model: Path,
+    logs: Path,
+    threads: int,
+    frozen: Mapping[str, Path] | None = None,
+    serves: str | None = None,
 ) -> AsyncIterator[Engine]:
     """Start one engine that serves a folder's weights as version 0 and is never updated.
 
-    frozen: PEFT folders by the name of the policy, which it serves in place of the folder's weights alone.
+    frozen: PEFT folders by the name of the policy, which it serves in place of the folder's weights alone. serves: the
+    policy that the folder's weights are, whose version then has their fingerprint.
     """
     base_dtype = config.adapter_base if frozen else "float32"  # of a model that stands for itself
     spec = EngineSpec(model=model, engine=config.engine, logs=logs, frozen=dict(frozen or {}), base_dtype=base_dtype)
+    if serves is not None:
+        spec = spec.model_copy(update={"serves": serves, "proves": True})
     async with placed(config.placement, logs, config.supervise) as placement:
         handle = await start_role(placement, Engine, spec, Resources(threads), ENGINE_DEADLINES)
         try:

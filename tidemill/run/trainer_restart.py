@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.policy_pools import Pool
 from tidemill.core.errors import LedgerError, PeerLost, StartFailed
 from tidemill.core.interfaces import Algorithm, Trainer
 from tidemill.core.types import Version
@@ -27,7 +27,7 @@ class TrainerRestart:
 
     process: ReplaceableTrainer
     trainer: Trainer  # that process, with a reference that engines serve
-    pool: EnginePool
+    pool: Pool
     ledger: SqliteLedger
     checkpoints: Checkpoints
     algorithm: Algorithm

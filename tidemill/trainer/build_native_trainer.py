@@ -1,6 +1,6 @@
 """Builds the native trainer, its reference and its critic from a model folder and settings.
 
-Of several policies it builds one each, on weights that are loaded once.
+Of several policies it builds one each; those that are adapters share weights that are loaded once.
 """
 
 from __future__ import annotations
@@ -45,18 +45,20 @@ def build(spec: TrainerSpec, sender: Sender, cores: Cores, offload: Offload) -> 
 def build_policies(
     spec: TrainerSpec, senders: Mapping[str, Sender | LiveSender], cores: Cores, offload: Offload
 ) -> PolicyTrainers:
-    """Load the weights once, and make a trainer for each of the spec's policies. senders: by policy."""
+    """Make a trainer for each of the spec's policies; adapters share a base, which is loaded once. senders: by policy."""
     settings = spec.trainer
     assert isinstance(settings, TrainerSettings)
-    base, recorder, trainers = load_quantised(spec.model, spec.base_dtype), Recorder(spec.name), dict[str, NativeTrainer]()
+    recorder, trainers = Recorder(spec.name), dict[str, NativeTrainer]()
+    adapted = any(each.lora is not None for each in spec.policies.values())
+    base = load_quantised(spec.model, spec.base_dtype) if adapted else None
     for name, each in spec.policies.items():
         own = spec.model_copy(update={"steps": each.steps, "reference": None if trainers else spec.reference})
         trainers[name] = assemble(
             *(own, settings.model_copy(update={"lr": each.lr}), senders[name], cores, offload, None),
-            lora=each.lora.config,
-            adapter_alone=True,
-            start=each.lora.start,
-            base=base,
+            lora=each.lora and each.lora.config,
+            adapter_alone=each.lora is not None,
+            start=each.lora and each.lora.start,
+            base=base if each.lora is not None else None,
             policy=name,
             recorder=recorder,
         )

@@ -1,10 +1,10 @@
-"""PolicyTrainers: the Trainer protocol over several policies, each an adapter of its own on one frozen base.
+"""PolicyTrainers: the Trainer protocol over several policies, adapters on one frozen base or whole models.
 
     rows -> the trainer of each row's policy -> results in the order of the rows
     apply: the policies with a gradient      publish, send: by the version's policy      save, load, export: FOLDER/POLICY
 
 Each policy has a `NativeTrainer`, which computes what it would alone: optimizer, schedule, clipping, sender and checkpoint
-are its own. The frozen weights, the thread for blocking work and the record of time are common to all.
+are its own. The frozen weights under adapters, the thread for blocking work and the record of time are common to all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping
 from copy import deepcopy
+from pathlib import Path
 
+from tidemill.core.atomic_files import whole_folder
 from tidemill.core.errors import TrainingDiverged
 from tidemill.core.types import Array, LossSpec, Metrics, Sample, Telemetry, TrainResult, Version
 from tidemill.core.weight_update import WeightUpdate
@@ -34,7 +36,7 @@ def sharing(base: Decoder) -> Decoder:
 
 
 class PolicyTrainers:
-    """Trainer of several policies, which are adapters on one base."""
+    """Trainer of several policies: adapters on one base, or whole models."""
 
     def __init__(self, trainers: Mapping[str, NativeTrainer], recorder: Recorder) -> None:
         """trainers: by policy; the first one has the reference. recorder: that all of them were given."""
@@ -88,7 +90,7 @@ class PolicyTrainers:
         return greatest | own
 
     async def publish(self, version: Version, full: bool = False) -> WeightUpdate:
-        """Send the adapter of the version's policy: see `NativeTrainer.publish`."""
+        """Send the weights of the version's policy: see `NativeTrainer.publish`."""
         return await self._of(version.policy).publish(version, full)
 
     async def send(self, update: WeightUpdate) -> str:
@@ -112,9 +114,13 @@ class PolicyTrainers:
         self._moved.clear()
 
     async def export(self, folder: str) -> None:
-        """Write each policy in `folder`: to POLICY as a Hugging Face model, and its adapter to POLICY-adapter."""
-        for name, each in self.trainers.items():
-            await each.export(f"{folder}/{name}")
+        """Write each policy in `folder`: to POLICY as a Hugging Face model, and its adapter to POLICY-adapter.
+
+        All of it takes the place of an earlier folder at once.
+        """
+        with whole_folder(Path(folder)) as partial:
+            for name, each in self.trainers.items():
+                await each.export(f"{partial}/{name}")
 
     async def sleep(self) -> None:
         for each in self.trainers.values():

@@ -178,10 +178,10 @@ class LoraSettings(Config):
 
 
 class PolicySpec(Config):
-    """One of the policies that a trainer of several trains: an adapter of its own on their common base."""
+    """One of the policies that a trainer of several trains: an adapter on their common base, or a whole model."""
 
     lr: float
-    lora: LoraSettings
+    lora: LoraSettings | None = None  # None: a whole model
     steps: int  # its optimizer updates of the whole run
 
 
@@ -280,23 +280,8 @@ class TrainerSpec(Config):
     @property
     def base_dtype(self) -> BaseDtype:
         """The numbers of the layers' matrices under the policies' adapters."""
-        held: list[BaseDtype] = [each.lora.base_dtype for each in self.policies.values()]
+        held: list[BaseDtype] = [each.lora.base_dtype for each in self.policies.values() if each.lora is not None]
         return held[0] if held else "float32"
-
-    @model_validator(mode="after")
-    def _one_base(self) -> Self:
-        first = next(iter(self.policies), "")
-        for name, each in self.policies.items():
-            if (held := each.lora.base_dtype) != self.base_dtype:
-                raise ValueError(
-                    f"the policies {first!r} and {name!r} are adapters on a base in {self.base_dtype} and in {held}, and "
-                    "all share one base: give them the same lora.base_dtype"
-                )
-            if (other := f"{name}-adapter") in self.policies:
-                raise ValueError(
-                    f"the policies {name!r} and {other!r}: {name!r} is exported to folders of both names; rename {other!r}"
-                )
-        return self
 
 
 def folder_of(companion: ReferenceSettings | CriticSettings | None, initial: Path) -> Path | None:

@@ -85,6 +85,7 @@ class SharedMemoryReceiver:
 
     def __init__(self) -> None:
         self._mappings: dict[tuple[int, int], _Mapping] = {}  # by device and inode; mapping anew costs page faults
+        self._policies = set[str]()  # seen, each of which has a sender for each part
 
     def receive(self, update: WeightUpdate) -> Iterator[Slice]:
         """Iterate over the slices as read-only views, each valid until the iterator moves on.
@@ -92,14 +93,16 @@ class SharedMemoryReceiver:
         Writing to one is a segmentation fault. Raises PolicyMismatch for another version than that of `update`.
         """
         expect_parts(update, "shared_memory", self.takes)
+        self._policies.add(update.version.policy)
         parts = len(update.parts)
+        most = 2 * parts * len(self._policies)
         with ExitStack() as stack:
             slots = [(stack.enter_context(_opened(part.location)), part.location) for part in update.parts]
             headers = [_read_header(*slot) for slot in slots]
             manifests = [_read_manifest(*slot, header, parts > 1) for slot, header in zip(slots, headers, strict=True)]
             expect_whole(manifests, update)
             for (fd, location), header, manifest in zip(slots, headers, manifests, strict=True):
-                mapping, before = self._mapping(fd, header.start, 2 * parts), _HEADER.pack(*header)
+                mapping, before = self._mapping(fd, header.start, most), _HEADER.pack(*header)
                 for block, view in zip(manifest.blocks, mapping.views(manifest, location), strict=True):
                     yield block.slice(view)
                     if os.pread(fd, _HEADER.size, 0) != before:

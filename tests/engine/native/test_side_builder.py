@@ -13,18 +13,20 @@ import torch
 from adapter_contract import NARROW, PLAIN, SCALED, by_peft, decoder_with, sent_by
 from contract_base import FREE, PROMPT, TOLERANCE, Reference
 
-from tidemill.core.errors import ConfigError, PolicyMismatch, UnsupportedModel
+from tidemill.core.errors import PolicyMismatch, UnsupportedModel
 from tidemill.core.interfaces import Capabilities
 from tidemill.core.types import GenerateRequest, Version
 from tidemill.core.weight_update import UpdateSupport
-from tidemill.engine.engine_kinds import ENGINES, EngineSpec
+from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.build_native_engine import build
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.adapter_config import AdapterConfig, BaseDtype
 from tidemill.models.adapter_files import export_adapter
 from tidemill.models.adapter_update import folder_fingerprint
+from tidemill.models.hf_weights import load_folder
 from tidemill.models.lora import gathered_factors
+from tidemill.models.served_weights import Contents
 from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_kinds import TrainerSettings
@@ -108,20 +110,15 @@ def settings_of(**given: Any) -> EngineSettings:
     return EngineSettings(device="cpu", max_sequences=8, page_size=4, **given)
 
 
-def test_an_engine_of_equal_bits_serves_one_policy(model: Reference) -> None:
-    spec = spec_of(model.folder, policies=("a", "b"), engine=settings_of(batch_invariant=True))
-    with pytest.raises(ConfigError, match=r"engine\.batch_invariant with `policies`"):
-        build(spec, make_receiver("shared_memory"), Cores())
-
-
-@pytest.mark.parametrize("kind", [kind for kind in ENGINES.names() if kind != "native"])
-def test_engines_of_other_kinds_serve_one_policy(kind: str, model: Reference, tmp_path: Path) -> None:
-    url = {"url": "http://127.0.0.1:9"} if kind == "openai" else {}
-    spec = EngineSpec.model_validate(
-        {"model": model.folder, "engine": {"kind": kind, **url}, "policies": ("a", "b"), "frozen": {"judge": tmp_path}}
-    )
-    with pytest.raises(ConfigError, match=rf"engine\.kind = '{kind}' serves one policy, and is to serve a, b, judge: set "):
-        ENGINES.builder_of(kind)(spec, None, Cores())
+async def test_a_model_that_nothing_updates_proves_its_version_by_its_weights(model: Reference) -> None:
+    spec = spec_of(model.folder, transport=None, serves="judge", proves=True)
+    engine = build(spec, None, Cores())
+    own = Contents.of(load_folder(model.folder), torch.float32).fingerprint
+    done = await engine.generate(GenerateRequest(PROMPT, FREE, "judge"))
+    assert done.sources == (Version(0, policy="judge", fingerprint=own),)
+    with pytest.raises(ValueError, match="serves 'judge'"):
+        await engine.generate(GenerateRequest(PROMPT, FREE))
+    await engine.close()
 
 
 def test_a_folder_that_is_no_adapter_of_the_model_is_refused(model: Reference, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,15 +18,17 @@ from tidemill.cli.commands.run_state import is_run, state_of
 from tidemill.cli.commands.screen import Row, print_json, show_rows
 from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.evaluation import Evaluator, interval
+from tidemill.controller.policy_pools import PolicyPools, Pool
 from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import usable_cores
 from tidemill.core.hub import fetch, is_name, shown
 from tidemill.core.interfaces import Environment
-from tidemill.core.types import Metrics, Version
+from tidemill.core.types import Metrics
 from tidemill.envs.build_environment import make_environment
 from tidemill.models.conversations import check_prompts
 from tidemill.run.build_controller import make_episodes
+from tidemill.run.frozen_folders import frozen_version
 from tidemill.run.hub_names import fetched
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.roles import start_engine
@@ -46,8 +49,9 @@ class Subject:
     tasks: int
     recorded: tuple[int, float] | None = None  # tasks and accuracy in the run's own report
     logs: Path | None = None  # of the run
-    adapters: Mapping[str, Path] = field(default_factory=dict[str, Path])  # of a run of several policies, all of them
-    base: Path | None = None  # the model to which they are added
+    adapters: Mapping[str, Path] = field(default_factory=dict[str, Path])  # of a run of several policies
+    models: Mapping[str, Path] = field(default_factory=dict[str, Path])  # those of its policies that are whole models
+    base: Path | None = None  # the model to which adapters are added, and whose tokens all read
 
 
 def evaluate(
@@ -109,28 +113,31 @@ def _of_run(folder: RunFolder, tasks: int | None, which: Which, overrides: Seque
         other = "; its initial/ can be evaluated with --which initial" if folder.initial.is_dir() else ""
         now = state_of(folder).what_to_do()
         raise ConfigError(f"{folder.path} has no {which}/, which is written after {when}: {now}{other}")
-    adapters = _adapters(config, folder) if which == "final" else {}
-    if which == "initial" and (begun := _begun_with_adapters(config)):
+    policies = _policies(config, folder) if which == "final" else {}
+    if which == "initial" and (begun := _begun_otherwise(config)):
         raise ConfigError(
-            f"--which initial is the model alone, and {folder.path} began with adapters of {', '.join(begun)}: leave "
+            f"--which initial is the model alone, and {folder.path} began with other weights of {', '.join(begun)}: leave "
             "--which out"
         )
-    base = folder.initial if adapters else None
+    adapters = {name: each for name, each in policies.items() if name in config.side_by_side}
+    models = {name: each for name, each in policies.items() if name not in adapters}
+    base = folder.initial if policies else None
     config = fetched(with_sources(config, folder).model_copy(update={"model": str(base or model)}), folder.path)
     recorded = _recorded(folder, which, changed)
-    return Subject(model, config, tasks or config.eval.final_tasks, recorded, folder.logs, adapters, base)
+    return Subject(model, config, tasks or config.eval.final_tasks, recorded, folder.logs, adapters, models, base)
 
 
-def _begun_with_adapters(config: RunConfig) -> list[str]:
+def _begun_otherwise(config: RunConfig) -> list[str]:
     """The policies of a run of several that were something else than the model when it began."""
     started = [name for name, each in config.adapters.items() if each.start is not None]
     return [*started, *config.frozen_policies] if config.policies else []
 
 
-def _adapters(config: RunConfig, folder: RunFolder) -> dict[str, Path]:
-    """The adapters that a run of several policies ended with, and those of its frozen ones; none if it had one policy."""
-    trained = {name: folder.final / f"{name}-adapter" for name in config.trained_policies if config.policies}
-    return trained | {name: Path(each).expanduser() for name, each in config.frozen_policies.items()}
+def _policies(config: RunConfig, folder: RunFolder) -> dict[str, Path]:
+    """The folders of the policies that a run of several ended with, and of its frozen ones; none if it had one policy."""
+    end = "-adapter" if config.adapters else ""
+    trained = {name: folder.final / f"{name}{end}" for name in config.trained_policies if config.policies}
+    return trained | config.frozen_folders
 
 
 def _recorded(folder: RunFolder, which: Which, changed: Sequence[str]) -> tuple[int, float] | None:
@@ -153,22 +160,40 @@ async def _run(subject: Subject) -> tuple[str, Metrics, float]:
         known = model.architecture
         check_prompts(tasks, model.tokenizer, config.engine.context_of(known.context), known.vocab)
         with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as logs:
-            async with start_engine(config, model.path, Path(logs), usable_cores(), subject.adapters) as engine:
-                pool = EnginePool([Member("engine-0", engine, await engine.capabilities())])
+            async with _serving(subject, model.path, Path(logs)) as pool:
                 evaluator = Evaluator(pool, _episodes(subject, environment, model), config.seed)
                 results = await evaluator(tasks)
         return environment.name, results, time.monotonic() - begin
 
 
+@asynccontextmanager
+async def _serving(subject: Subject, model: Path, logs: Path) -> AsyncIterator[Pool]:
+    """The engines of an evaluation: one of the model or all adapters, and one of each policy that is a whole model."""
+    config, adapters, pools = subject.config, subject.adapters, dict[str, EnginePool]()
+    async with AsyncExitStack() as stack:
+
+        async def pool(folder: Path, frozen: Mapping[str, Path] | None = None, serves: str | None = None) -> EnginePool:
+            started = start_engine(config, folder, logs, usable_cores(), frozen, serves)
+            engine = await stack.enter_async_context(started)
+            return EnginePool([Member("engine-0", engine, await engine.capabilities())])
+
+        if adapters or not subject.models:
+            only = await pool(model, adapters)
+            if not subject.models:
+                yield only
+                return
+            pools |= dict.fromkeys(adapters, only)
+        for name, folder in subject.models.items():
+            pools[name] = await pool(folder, serves=name)
+        yield PolicyPools(pools)
+
+
 def _episodes(subject: Subject, environment: Environment, model: ModelFolder) -> EpisodeSetup:
     """The episodes of an evaluation: each policy plays its own environments, and any may be asked."""
-    config, adapters = subject.config, subject.adapters
-    if not adapters:  # one model plays them all
+    config = subject.config
+    if not subject.adapters and not subject.models:  # one model plays them all
         return make_episodes(config.model_copy(update={"policies": {}}), environment, model)
-    from tidemill.models.adapter_update import folder_fingerprint
-
-    frozen = {name: adapters[name] for name in config.frozen_policies}
-    served = {name: Version(0, policy=name, fingerprint=folder_fingerprint(each)) for name, each in frozen.items()}
+    served = {name: frozen_version(name, each, config.engine.dtype) for name, each in config.frozen_policies.items()}
     return make_episodes(config, environment, model, served)
 
 

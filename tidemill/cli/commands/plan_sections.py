@@ -138,7 +138,7 @@ def _memory(plan: RunPlan, arch: Architecture, complete: bool) -> dict[str, Any]
     config = plan.config
     models, devices = Models.of(config, arch), plan.devices
     if complete or models.complete(config):
-        check_companions(config.reference, config.critic, config.model)
+        check_companions(config)
     free = free_memory(plan.devices.engines[0] or device_of(config.engine.device))
     found, context = processes(config, models, 0, devices), row_tokens(config.engine, arch, free)
     refused = advised(config, models, 0, devices)

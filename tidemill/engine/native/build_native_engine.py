@@ -7,14 +7,16 @@ from pathlib import Path
 
 import torch
 
-from tidemill.core.errors import ConfigError, UnsupportedModel
+from tidemill.core.errors import UnsupportedModel
 from tidemill.core.types import Version
 from tidemill.engine.engine_kinds import UNPUBLISHED, EngineSpec
 from tidemill.engine.native.adapter_staging import SidePolicies
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.adapter_update import ReceivedAdapter, adapter_of_folder
+from tidemill.models.decoder import Decoder
 from tidemill.models.quantised_base import load_served
+from tidemill.models.served_weights import Contents
 from tidemill.models.tokenizer import generation_config, stop_ids
 from tidemill.models.weight_slices import Receiver
 from tidemill.runtime.cpu_sharing import Cores
@@ -24,17 +26,12 @@ def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> NativeEn
     """Load the folder's weights and start the engine."""
     settings = spec.engine
     assert isinstance(settings, EngineSettings)
-    if spec.side_by_side and settings.batch_invariant:
-        raise ConfigError(
-            "engine.batch_invariant with `policies`: it serves one policy, since rows of several go through products of "
-            "other shapes; turn batch_invariant off"
-        )
     decoder = load_served(spec.model, spec.base_dtype, getattr(torch, settings.dtype))
     return NativeEngine(
         decoder,
         settings,
         receiver=receiver,
-        version=_side_by_side(spec) if spec.side_by_side else spec.version,
+        version=_side_by_side(spec) if spec.side_by_side else _of_one(spec, decoder),
         name=spec.name,
         eos_ids=stop_ids(None, decoder.arch, generation_config(spec.model)),
         cores=cores,
@@ -42,6 +39,14 @@ def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> NativeEn
         spare=not spec.sleeps,
         adapted=spec.adapters,
     )
+
+
+def _of_one(spec: EngineSpec, decoder: Decoder) -> Version:
+    """The first version of an engine that serves one policy."""
+    if not spec.proves:
+        return spec.version
+    own = Contents.of(decoder, getattr(torch, spec.engine.dtype)).fingerprint
+    return replace(spec.version, fingerprint=own)
 
 
 def _side_by_side(spec: EngineSpec) -> SidePolicies:

@@ -31,7 +31,6 @@ from tidemill.runtime.cpu_sharing import Cores
 
 def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> OpenaiEngine:
     """Connect to the server of the settings."""
-    spec.expect_one_policy()
     settings = spec.engine
     assert isinstance(settings, OpenaiSettings)
     if receiver is not None:

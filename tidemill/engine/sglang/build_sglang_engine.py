@@ -25,7 +25,6 @@ from tidemill.runtime.cpu_sharing import Cores
 
 def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> SglangEngine:
     """Start a server, or connect to one. The engine receives updates itself, by any transport, and hands them over."""
-    spec.expect_one_policy()
     settings = spec.engine
     assert isinstance(settings, SglangSettings)
     takes = spec.takes(None if receiver is None else receiver.takes)

@@ -54,7 +54,6 @@ CONTEXT = 2048  # of a model that knows no limit, unless the settings name one
 
 def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> TransformersEngine:
     """Load the folder's model and start the engine."""
-    spec.expect_one_policy()
     assert isinstance(spec.engine, TransformersSettings)
     device, dtype = torch.device(device_of(spec.engine.device)), getattr(torch, spec.engine.dtype)
     model = CausalModel(spec.model, dtype, device)

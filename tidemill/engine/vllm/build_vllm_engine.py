@@ -20,7 +20,6 @@ from tidemill.runtime.cpu_sharing import Cores
 
 def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> VllmEngine:
     """Start a server, or connect to one. Its ranks have receivers of their own; `receiver` says what the transport takes."""
-    spec.expect_one_policy()
     takes = spec.takes(None if receiver is None else receiver.takes)
     if receiver is not None:
         receiver.close()

@@ -7,9 +7,9 @@ buffers of matrix products, come on top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -89,10 +89,9 @@ def processes(config: RunConfig, models: Models, longest: int = 0, devices: Devi
     free = free_memory(sampling[0][0])
     turns = plan_of(config, devices=devices).takes_turns
     held = trainer_memory(config, models.policy, models.reference, models.critic, longest, turns)
-    found = _processes("trainer", learning, held, "" if own else None)
-    count, beside = placement.engines, served_adapters(config)
-    held = engine_memory(config.engine, models.policy, free, turns=turns, adapted=config.adapter_rank > 0, beside=beside)
-    found += _processes("engine", sampling[0], held, f"fewer placement.engines (now {count:,})" if own else None)
+    found, count = _processes("trainer", learning, held, "" if own else None), placement.engines
+    for name, held in _engines(config, models.policy, free, turns):
+        found += _processes(name, sampling[0], held, f"fewer placement.engines (now {count:,})" if own else None)
     if models.reference is not None and (count := placement.reference_engines):
         held = engine_memory(config.serves_reference, models.reference, free, updated=False)
         lever = f"fewer placement.reference_engines (now {count:,})"
@@ -103,6 +102,17 @@ def processes(config: RunConfig, models: Models, longest: int = 0, devices: Devi
     if count := placement.environment.workers:
         found += _processes("environment", ["cpu"] * count, [], f"fewer placement.environment.workers (now {count:,})")
     return found
+
+
+def _engines(config: RunConfig, policy: Architecture, free: int | None, turns: bool) -> Iterator[tuple[str, list[Held]]]:
+    """The kinds of a run's engines, each with the memory of one: of all adapters, and of each whole model."""
+    if not config.policies or config.side_by_side:
+        how: dict[str, Any] = {"adapted": config.adapter_rank > 0, "beside": served_adapters(config)}
+        yield "engine", engine_memory(config.engine, policy, free, turns=turns, **how)
+    folders = config.frozen_folders
+    for name in config.whole_policies:
+        served = Architecture.from_folder(folders[name]) if name in folders else policy
+        yield f"engine of {name}", engine_memory(config.engine, served, free, updated=name not in folders)
 
 
 def _processes(name: str, devices: Sequence[str], held: list[Held], lever: str | None) -> list[Process]:
@@ -204,7 +214,7 @@ def served_adapters(config: RunConfig) -> list[AdapterConfig]:
     """The adapters that an engine serves side by side; none if there is one policy."""
     if not config.policies:
         return []
-    frozen = [AdapterConfig.from_folder(Path(folder).expanduser()) for folder in config.frozen_policies.values()]
+    frozen = [AdapterConfig.from_folder(each) for name, each in config.frozen_folders.items() if name in config.side_by_side]
     return [*(each.config for each in config.adapters.values()), *frozen]
 
 

@@ -118,5 +118,7 @@ def _streams(config: RunConfig, placed: DevicePlan) -> bool:
         return not config.deterministic and bool(asked)
     devices = {"cuda:0" if device == "cuda" else device for device in (config.trainer.device, config.engine.device)}
     apart = not placed.shared if placed.placed else len(devices) == 2 and "auto" not in devices
-    threads = config.trainer.ranks * placement.trainer_threads + placement.engines * placement.engine_threads
+    threads = (
+        config.trainer.ranks * placement.trainer_threads + config.engine_pools * placement.engines * placement.engine_threads
+    )
     return placement.processes and (threads <= usable_cores() or apart)

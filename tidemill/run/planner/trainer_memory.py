@@ -46,7 +46,7 @@ def trainer_memory(
     turns: bool = False,
 ) -> list[Held]:
     """Memory of the trainer, with the models that are known and of their own. turns: it shares its device by turns."""
-    own, asked, smaller = 4 * parameters(arch), config.reference, "a smaller model"
+    own, asked, smaller = 4 * parameters(arch) * trained_models(config), config.reference, "a smaller model"
     lora = config.trainer.lora if isinstance(config.trainer, TrainerSettings) else None
     sizes = trained_sizes(config, arch)
     trained = 4 * sum(sizes)
@@ -110,7 +110,7 @@ def _sent(config: RunConfig, arch: Architecture, trained: int) -> list[Held]:
         lever = "trainer.reduce = 'float32'"
         held.append(Held("errors of sums over replicas", trained, lever))
         held.append(Held("copy of these errors for a checkpoint", trained, lever, host=True))
-    size = parameters(arch) * ITEM[settings.serving_dtype]
+    size = parameters(arch) * ITEM[settings.serving_dtype] * trained_models(config)
     if config.adapter_rank and not config.warmup.accuracy:  # which sends whole weights
         size = 4 * sum(trained_sizes(config, arch))
     if config.placement.sync.kind_name == "shared_memory":
@@ -151,7 +151,14 @@ def quantised(arch: Architecture, kind: str) -> int:
 def trained_sizes(config: RunConfig, arch: Architecture) -> tuple[int, ...]:
     """The numbers of each weight that is trained of the policy, or of all policies."""
     each = config.adapters.values()
-    return tuple(size for own in each for size in tensor_sizes(arch, own.config)) if each else tensor_sizes(arch)
+    if not each:
+        return tensor_sizes(arch) * trained_models(config)
+    return tuple(size for own in each for size in tensor_sizes(arch, own.config))
+
+
+def trained_models(config: RunConfig) -> int:
+    """Models that a trainer holds: one under all adapters, or one for each policy."""
+    return 1 if config.adapters else len(config.trained_policies)
 
 
 @lru_cache(maxsize=16)

@@ -13,6 +13,7 @@ from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Version
 from tidemill.models.architecture import Architecture
 from tidemill.models.tokenizer import class_name
+from tidemill.run.frozen_folders import frozen_version
 from tidemill.run.planner.device_plan import DevicePlan, Given
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import ModelFolder, check_companions, expect_readable, resolve_model
@@ -49,7 +50,7 @@ class Preparation:
     async def frozen(self) -> list[Version]:
         """The versions that engines serve of the frozen policies, with their folders' fingerprints.
 
-        Raises ValueError for a folder that holds no adapter.
+        Raises ValueError for a folder that holds neither an adapter nor a model, or not what its run recorded.
         """
         return await self._offload(self._frozen)
 
@@ -59,7 +60,7 @@ class Preparation:
 
     def _open_model(self, beside: Path) -> str | None:
         config = self._config
-        check_companions(config.reference, config.critic, config.model)
+        check_companions(config)
         expect_readable(config)
         folder = resolve_model(config.model, beside, config.seed)
         return class_name(ModelFolder.open(folder).tokenizer)
@@ -76,10 +77,8 @@ class Preparation:
         check_memory(self._config, Architecture.from_folder(model), longest, self._devices)
 
     def _frozen(self) -> list[Version]:
-        from tidemill.models.adapter_update import folder_fingerprint
-
-        folders = {name: Path(folder).expanduser() for name, folder in self._config.frozen_policies.items()}
-        return [Version(0, policy=name, fingerprint=folder_fingerprint(folder)) for name, folder in folders.items()]
+        dtype = self._config.engine.dtype
+        return [frozen_version(name, given, dtype) for name, given in self._config.frozen_policies.items()]
 
     def _extras(self) -> list[TokenExtra]:
         from tidemill.algorithms.losses import extras_of

@@ -35,7 +35,7 @@ def expect_files(config: RunConfig) -> None:
     """Raise ConfigError if this process may not open as many files as the run needs."""
     placed_at, scorers = config.placement, config.scoring.workers if config.judged else 0
     players = usable_cores() if placed_at.environment.workers is None else placed_at.environment.workers
-    count = placed_at.engines + placed_at.reference_engines + players + scorers + 2
+    count = placed_at.engines * config.engine_pools + placed_at.reference_engines + players + scorers + 2
     needed = FILES + FILES_EACH * count
     if (allowed := allow_files(needed)) < needed:
         raise ConfigError(
@@ -98,9 +98,10 @@ def _policies(config: RunConfig) -> list[str]:
     """The header's line on several policies; none if there is one."""
     if not config.policies:
         return []
-    trained = [f"{name} (rank {each.config.highest_rank})" for name, each in config.adapters.items()]
+    adapters = [f"{name} (rank {each.config.highest_rank})" for name, each in config.adapters.items()]
+    trained = f"adapters {', '.join(adapters)}" if adapters else f"whole models {', '.join(config.trained_policies)}"
     frozen = f"; frozen: {', '.join(config.frozen_policies)}" if config.frozen_policies else ""
-    return [f"policies: adapters {', '.join(trained)}{frozen}"]
+    return [f"policies: {trained}{frozen}"]
 
 
 def expect_same_frozen(session: Session) -> None:
@@ -110,7 +111,7 @@ def expect_same_frozen(session: Session) -> None:
         if (before := known.get(name, version)) != version:
             raise ConfigError(
                 f"policies.{name}.frozen = {session.config.policies[name].frozen!r} holds {version.exact}, and the run was "
-                f"begun with {before.exact}: put the adapter back as it was, or give another run_dir"
+                f"begun with {before.exact}: put the folder back as it was, or give another run_dir"
             )
 
 

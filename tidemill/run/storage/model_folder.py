@@ -6,7 +6,7 @@ import string
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
+from tidemill.algorithms.algorithm_settings import begins_as
 from tidemill.core.errors import ConfigError
 from tidemill.envs.environment_settings import RowsSettings, environments_of
 from tidemill.models.architecture import Architecture
@@ -114,11 +114,14 @@ def vocabulary_of(model: str) -> dict[int, str]:
     return {i: token for token, i in load_tokenizer(Path(model).expanduser()).get_vocab().items()}
 
 
-def check_companions(reference: ReferenceSettings | None, critic: CriticSettings | None, model: str) -> None:
-    """Raise ConfigError if a reference or critic is missing or reads other tokens."""
-    for key, each in (("algorithm.reference.model", reference), ("algorithm.critic.model", critic)):
+def check_companions(config: RunConfig) -> None:
+    """Raise ConfigError if a reference, critic or frozen model is missing or reads other tokens."""
+    for key, each in (("algorithm.reference.model", config.reference), ("algorithm.critic.model", config.critic)):
         if (given := begins_as(each, None, str)) is not None:
-            _check_companion(key, given, model)
+            _check_companion(key, given, config.model)
+    for name, given in config.frozen_policies.items():
+        if name in config.whole_policies:
+            _check_companion(f"policies.{name}.frozen", given, config.model)
 
 
 def _check_companion(key: str, given: str, model: str) -> None:
@@ -129,7 +132,7 @@ def _check_companion(key: str, given: str, model: str) -> None:
         raise ConfigError(f"{what} is not a folder: give the path of a Hugging Face model, or 'initial'")
     if (own := architecture_of(model)) is None:
         return
-    advice = "it cannot judge the policy's tokens; give a model with the policy's tokenizer"
+    advice = "it cannot read the policy's tokens; give a model with the policy's tokenizer"
     if other.vocab != own.vocab:
         raise ConfigError(
             f"{what} has a vocabulary of {other.vocab} tokens and the policy {model!r} one of {own.vocab}: {advice}"
