@@ -160,12 +160,3 @@ async def test_a_policy_goes_on_from_an_adapter_of_its_own(tmp_path: Path) -> No
         np.testing.assert_array_equal(found, expected)
     await first.close()
     await second.close()
-
-
-def test_a_spec_of_policies_that_do_not_go_together_is_refused(tmp_path: Path) -> None:
-    one, other = (PolicySpec(lr=1.0, lora=LoraSettings(base_dtype=kind), steps=1) for kind in ("nf4", "int8"))
-    with pytest.raises(ValueError, match="'a' and 'b' are adapters on a base in nf4 and in int8, and all share one base"):
-        spec_of(tmp_path, policies={"a": one, "b": other})
-    with pytest.raises(ValueError, match="'a' is exported to folders of both names; rename 'a-adapter'"):
-        spec_of(tmp_path, policies={"a": one, "a-adapter": one})
-    assert spec_of(tmp_path, policies={"a": one, "b": one}).base_dtype == "nf4"

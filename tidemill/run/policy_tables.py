@@ -28,8 +28,8 @@ class PolicySettings(Config):
     )
     frozen: str | None = Field(
         default=None,
-        description="What is served as it is and never trained: the folder of an adapter or a model, or RUN/NAME@vN, a "
-        "version of another run. none: this policy is trained",
+        description="Folder of an adapter or a model, or RUN/NAME@vN of another run, served as it is and never trained. "
+        "none: this policy is trained",
     )
 
     @field_validator("algorithm", mode="before")
