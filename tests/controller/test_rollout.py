@@ -63,6 +63,20 @@ async def test_a_score_is_a_score():
     assert await roll(FakeEnvironment(ask, judge)) == [Score(1.0), Score(0.0)]
 
 
+async def test_a_score_may_reward_the_replies_of_every_row():
+    async def two_rows(task, chat):
+        for _ in range(2):
+            await chat.complete(task.prompt)
+        return Score(1.0, turns=(0.5, 0.25))
+
+    async def three_rewards(task, chat):
+        await two_rows(task, chat)
+        return Score(1.0, turns=(0.5, 0.25, 0.125))
+
+    assert (await roll(FakeEnvironment(two_rows)))[1::2] == [Score(1.0, turns=(0.5, 0.25))] * 2
+    assert all(isinstance(each, InfraError) for each in (await roll(FakeEnvironment(three_rewards)))[1::2])
+
+
 async def test_a_baseline_is_one_greedy_attempt_more():
     asked = []
 

@@ -24,6 +24,17 @@ async def two_turns(task: Task, chat: Chat) -> Any:
     return Score(len(first) / 7, {"second": float(len(second))})
 
 
+async def branches(task: Task, chat: Chat) -> Any:
+    first = {"role": "user", "content": task.prompt}
+    said = [{"role": "assistant", "content": await chat.complete([first])}]
+    more = [[first, *said, {"role": "user", "content": text}] for text in ("hello", "there", "two")]
+    found = await asyncio.gather(*(chat.complete(each, max_tokens=5) for each in more))
+    try:
+        await chat.complete([first, *said])
+    except ValueError as error:
+        return Score(len("".join(found)) / 20, {"refused": float(len(str(error)))})
+
+
 async def returns_pid(task: Task, chat: Chat) -> Any:
     await chat.reply(task.prompt)
     return os.getpid()

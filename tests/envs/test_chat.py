@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scripted_engine import CHATML, FORGETS, TRIMS, ScriptedEngine, chat_tokenizer, says
 
-from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver, TemplateRewritesHistory
+from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver
 from tidemill.core.interfaces import Chat
 from tidemill.core.seeding import derive_seed
 from tidemill.core.serialization import decode, encode
@@ -33,7 +33,7 @@ def chat_with(engine, tokenizer=TOKENIZER, *, context=10_000, **params) -> Episo
 
 def check_truth(engine: ScriptedEngine, chat: EpisodeChat) -> None:
     """The masked positions are exactly the engine's tokens; each call was sent the record up to it."""
-    record = chat.trajectory()
+    record = chat.rows()[-1]
     for column in ("tokens", "logprobs", "versions"):
         sampled = np.concatenate([getattr(c, column) for c in engine.completions])
         np.testing.assert_array_equal(getattr(record, column)[record.mask], sampled)
@@ -51,7 +51,7 @@ async def test_one_turn():
     engine = ScriptedEngine(says(TOKENIZER, "forty two"))
     chat: Chat = chat_with(engine)
     assert await chat.reply(FIRST) == "forty two"
-    record = chat.trajectory()
+    record = chat.rows()[-1]
     check_truth(engine, chat)
     rendered = TOKENIZER.apply_chat_template([{"role": "user", "content": FIRST}], tokenize=True, add_generation_prompt=True)
     np.testing.assert_array_equal(engine.prompts[0], rendered["input_ids"])
@@ -68,7 +68,7 @@ async def test_a_token_that_stops_is_no_part_of_the_reply():
     said = [*TOKENIZER.encode(reply, add_special_tokens=False), *stop]
     chat = chat_with(ScriptedEngine(lambda tokens, params: said), stop_ids=tuple(stop))
     assert await chat.reply(FIRST) == reply
-    assert chat.trajectory().tokens[-1] == stop[0], "it was sampled, so it is trained"
+    assert chat.rows()[-1].tokens[-1] == stop[0], "it was sampled, so it is trained"
 
 
 async def test_two_turns_are_the_rendering_of_the_conversation():
@@ -81,7 +81,7 @@ async def test_two_turns_are_the_rendering_of_the_conversation():
     texts = (FIRST, "forty two", SECOND, "two")
     messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
     whole = TOKENIZER.encode(TOKENIZER.apply_chat_template(messages, tokenize=False).rstrip("\n"), add_special_tokens=False)
-    record = chat.trajectory(Score(1.0))
+    record = chat.rows(Score(1.0))[-1]
     np.testing.assert_array_equal(record.tokens, whole)
     assert (record.turns, record.finish, record.outcome) == (2, Finish.ENV_DONE, Score(1.0))
     assert [v.step for v in record.sources] == [0, 1, 2, 3]
@@ -124,23 +124,36 @@ async def test_a_system_prompt_and_several_messages():
     assert "<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\n" in TOKENIZER.decode(engine.prompts[1])
 
 
-async def test_a_template_that_rewrites_history_is_refused_by_name():
+async def test_a_template_that_rewrites_history_makes_branches():
     tokenizer = chat_tokenizer(FORGETS)
     engine = ScriptedEngine(says(tokenizer, "<think>hm</think>two", "two", "two"))
     chat = chat_with(engine, tokenizer)
     await chat.reply(FIRST)
-    with pytest.raises(TemplateRewritesHistory, match="template of 'tiny-chat' rewrites history"):
-        await chat.reply(SECOND)
-    assert chat.trajectory().turns == 1
-    assert len(engine.prompts) == 1
+    await chat.reply(SECOND)
+    first, second = chat.rows(Score(1.0))
+    shown = [
+        {"role": "user", "content": FIRST},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": SECOND},
+    ]
+    assert tokenizer.decode(engine.prompts[1]) == tokenizer.apply_chat_template(
+        shown, tokenize=False, add_generation_prompt=True
+    )
+    assert second.parent is None and first.outcome is None, (
+        "nothing that was sampled stayed, so it is no branch of the first"
+    )
+    assert (first.sampled, second.sampled) == tuple(len(each.tokens) for each in engine.completions)
+    assert second.outcome == Score(1.0) and [each.turns for each in (first, second)] == [1, 1]
 
 
-async def test_a_template_that_changes_what_stands_before_the_reply_is_refused():
+async def test_a_template_that_changes_what_stands_before_the_reply_makes_a_branch():
     tokenizer = chat_tokenizer("{{ messages | length }} messages\n" + CHATML)
-    chat = chat_with(ScriptedEngine(says(tokenizer, "", "two")), tokenizer)
+    engine = ScriptedEngine(says(tokenizer, "", "two"))
+    chat = chat_with(engine, tokenizer)
     assert await chat.reply(FIRST) == ""
-    with pytest.raises(TemplateRewritesHistory, match="turn 2 cannot be appended"):
-        await chat.reply(SECOND)
+    assert await chat.reply(SECOND) == "two"
+    assert tokenizer.decode(engine.prompts[1]).startswith("3 messages\n")
+    assert [row.parent for row in chat.rows()] == [None, None]
 
 
 async def test_a_template_that_refuses_a_role():
@@ -161,7 +174,7 @@ async def test_plain_text_without_a_template(stop):
     check_truth(engine, chat)
     end = "<eos>" if stop else ""
     between = "" if stop else "\n"
-    assert LETTERS.decode(chat.trajectory().tokens) == f"guess\n12{end}{between}lower\n21{end}"
+    assert LETTERS.decode(chat.rows()[-1].tokens) == f"guess\n12{end}{between}lower\n21{end}"
 
 
 async def test_plain_text_begins_with_bos_where_the_tokenizer_says_so():
@@ -184,21 +197,21 @@ async def test_seeds_and_limits_of_each_turn():
     assert [p.seed for p in engine.params] == [derive_seed(1, "rollout", 7, 0, 0, turn) for turn in range(3)]
     assert [p.max_tokens for p in engine.params] == [9, 4, 9]
     assert [p.last for p in engine.params] == [False, False, True]
-    assert chat.trajectory().temperature == 0.7
+    assert chat.rows()[-1].temperature == 0.7
     assert engine.keys == {"g7/0"}
 
 
 async def test_length_is_kept_as_the_finish():
     chat = chat_with(ScriptedEngine(says(LETTERS, "123456"), context=99), LETTERS, max_tokens=3)
     assert await chat.reply("a") == "123"
-    assert chat.trajectory(Score(0.0)).finish is Finish.LENGTH
+    assert chat.rows(Score(0.0))[-1].finish is Finish.LENGTH
 
 
 async def test_a_prompt_longer_than_the_context_is_an_error_with_both_lengths():
     chat = chat_with(ScriptedEngine(says(LETTERS, "1")), LETTERS, context=8)
     with pytest.raises(ValueError, match="the prompt is 8 tokens, and the context holds 8"):
         await chat.reply("abcdefg")
-    assert chat.trajectory().tokens.size == 0
+    assert chat.rows()[-1].tokens.size == 0
     tasks = [Task("short", "ab"), Task("long", "abcdefg")]
     assert check_prompts(tasks, LETTERS, 9) == 8
     with pytest.raises(ConfigError, match="prompt of task long is 8 tokens, and the context holds 8"):
@@ -213,7 +226,7 @@ async def test_a_conversation_that_fills_the_context_ends():
         await chat.reply("bc")
     with pytest.raises(ContextFull):
         await chat.reply("b")
-    record = chat.trajectory()
+    record = chat.rows()[-1]
     assert (record.finish, record.turns, len(record.tokens)) == (Finish.CONTEXT, 1, 5)
     check_truth(engine, chat)
 
@@ -224,7 +237,7 @@ async def test_a_reply_that_fills_the_context_is_given_and_is_the_last():
     assert await chat.reply("a") == "123456"
     with pytest.raises(ContextFull):
         await chat.reply("b")
-    assert chat.trajectory(Score(1.0)).finish is Finish.CONTEXT
+    assert chat.rows(Score(1.0))[-1].finish is Finish.CONTEXT
 
 
 async def test_a_cancelled_episode():
@@ -240,7 +253,7 @@ async def test_a_cancelled_episode():
     engine.generate = cancelled
     with pytest.raises(EpisodeOver):
         await chat.reply("a")
-    assert chat.trajectory().finish is Finish.CANCELLED
+    assert chat.rows()[-1].finish is Finish.CANCELLED
 
 
 async def test_one_reply_at_a_time():
@@ -290,9 +303,9 @@ async def test_a_message_that_is_none():
 async def test_the_conversation_is_recorded_as_people_read_it_with_the_limit_that_cut_it():
     chat = chat_with(ScriptedEngine(says(LETTERS, "abcdef", "ghijkl")), LETTERS, max_tokens=4)
     await chat.reply([{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": "ann"}])
-    assert chat.trajectory().info["cut_at"] == 4 and not chat.trajectory().info["own_limit"]
+    assert chat.rows()[-1].info["cut_at"] == 4 and not chat.rows()[-1].info["own_limit"]
     await chat.reply([{"role": "tool", "content": "t"}], max_tokens=3)
-    record = chat.trajectory()
+    record = chat.rows()[-1]
     assert [(said.role, said.text, said.policy) for said in record.said] == [
         *(("system", "s", False), ("user", 'u {"name": "ann"}', False), ("assistant", "abcd", True)),
         *(("tool", "t", False), ("assistant", "ghi", True)),
@@ -333,7 +346,7 @@ async def test_a_message_that_cannot_fit_is_never_encoded(tokenizer, turn):
         await chat.reply("a b " * 1_000_000)
     assert max(watched.encoded, default=0) < 1000 and chat.length == before
     if turn == 2:
-        record = chat.trajectory(Score(0.0))
+        record = chat.rows(Score(0.0))[-1]
         assert record.finish is Finish.CONTEXT and record.turns == 1
 
 

@@ -98,10 +98,14 @@ def task(do: str, marks: Path | None = None) -> Task:
     return Task(do, "hello there", {"do": do, "marks": str(marks)})
 
 
-async def play(env, what: Task, engine: Engine | None = None, limit_s: float = 60.0, context: int = 1000) -> Trajectory:
+async def rows_of(env, what: Task, engine: Engine, limit_s: float = 60.0, context: int = 1000) -> list[Trajectory]:
     params = SamplingParams(max_tokens=20, stop_ids=(TOKENIZER.eos_token_id,))
     episodes = EpisodeSetup(env, TOKENIZER, params, context, limit_s)
-    return await episodes.play(what, engine or Engine(context), f"key-{what.id}", rollout_seeds(1, 2, 3))
+    return await episodes.play(what, engine, f"key-{what.id}", rollout_seeds(1, 2, 3))
+
+
+async def play(env, what: Task, engine: Engine | None = None, limit_s: float = 60.0, context: int = 1000) -> Trajectory:
+    return (await rows_of(env, what, engine or Engine(context), limit_s, context))[-1]
 
 
 async def pid(env) -> int:
@@ -135,6 +139,19 @@ async def test_the_record_is_the_same_as_in_this_process():
             assert there.params == here.params and there.keys == here.keys and there.aborted == here.aborted, do
             kinds.add((type(expected.outcome), expected.finish))
         assert len(kinds) > 4
+        assert not reasons
+
+
+async def test_whole_conversations_are_recorded_as_in_this_process():
+    async with workers() as (env, reasons):
+        here, there = Engine(context=200), Engine(context=200)
+        recorded = []
+        for environment, engine in ((faulty_file.faulty, here), (env, there)):
+            recorded.append(await rows_of(environment, task("branches"), engine, context=200))
+        assert [len(rows) for rows in recorded] == [3, 3] and recorded[0][-1].outcome.parts["refused"] > 20
+        for a, b in zip(*recorded, strict=True):
+            assert_same(a, b)
+        assert [row.parent is None for row in recorded[0]] == [True, False, False]
         assert not reasons
 
 
@@ -397,10 +414,10 @@ async def test_an_environment_of_its_own_class_judges_in_its_worker():
         assert [o.value for o in outcomes] == [o.value for o in expected]
         assert {o.parts["pid"] for o in outcomes} != {os.getpid()}
         episodes = EpisodeSetup(env, TOKENIZER, SamplingParams(), 1000, 60.0)
-        await episodes.judge(Task("t", "raise"), attempts)
+        await episodes.judge(Task("t", "raise"), [[each] for each in attempts])
         assert attempts[0].outcome == InfraError("LookupError: no rule")
         attempts[0].outcome = attempts[1].outcome = None
-        await episodes.judge(Task("t", "sleep"), attempts)
+        await episodes.judge(Task("t", "sleep"), [[each] for each in attempts])
         assert all(isinstance(a.outcome, InfraError) and "in judge, " in a.outcome.reason for a in attempts)
         await until(lambda: len(reasons) == 2)
 

@@ -73,7 +73,7 @@ async def test_a_frozen_policy_is_asked_as_the_episode_samples_and_nothing_is_re
     assert {(request.key, request.params.temperature, request.extras) for request in asked} == {("g7/0", 0.7, ())}
     seeds = [request.params.seed for request in engine.asked]
     assert len(set(seeds)) == len(seeds), "each reply has a seed of its own"
-    recorded, expected = chat.trajectory(), alone.trajectory()
+    recorded, expected = chat.rows()[-1], alone.rows()[-1]
     np.testing.assert_array_equal(recorded.tokens, expected.tokens)
     assert recorded.sources == expected.sources == (engine.serves["solver"],) and recorded.said == expected.said
     assert recorded.turns == 2 and recorded.policy == "solver"
@@ -151,7 +151,7 @@ async def test_a_full_conversation_can_still_be_judged_and_a_cancelled_one_canno
     asked = len(engine.asked)
     with pytest.raises(EpisodeOver):
         await chat.ask("judge", "is it right?")
-    assert len(engine.asked) == asked and chat.trajectory().finish is Finish.CANCELLED
+    assert len(engine.asked) == asked and chat.rows()[-1].finish is Finish.CANCELLED
 
 
 def setup(environment: Any, **more: Any) -> EpisodeSetup:
@@ -162,7 +162,7 @@ def setup(environment: Any, **more: Any) -> EpisodeSetup:
 async def play(environment: Any, do: str, engine: Engine | None = None, episodes: EpisodeSetup | None = None) -> Any:
     task = Task(do, "hello there", {"do": do})
     episodes = episodes or setup(environment)
-    return await episodes.play(task, cast(Any, engine or Engine()), f"key-{do}", rollout_seeds(1, 2, 3))
+    return (await episodes.play(task, cast(Any, engine or Engine()), f"key-{do}", rollout_seeds(1, 2, 3)))[-1]
 
 
 async def test_the_policy_of_an_environment_plays_its_tasks() -> None:
@@ -175,7 +175,7 @@ async def test_the_policy_of_an_environment_plays_its_tasks() -> None:
     )
     for env, policy in (("words", "solver"), ("sums", "adder")):
         task = Task("t", "hello there", env=env)
-        played = await several.play(task, cast(Any, engine), "k", rollout_seeds(1, 2, 3))
+        (played,) = await several.play(task, cast(Any, engine), "k", rollout_seeds(1, 2, 3))
         assert played.policy == policy and played.outcome == Score(1.0)
     await greedy(several).play(Task("t", "hello there", env="sums"), cast(Any, engine), "k", rollout_seeds(1, 2, 3))
     assert engine.of("judge")[-1].params.temperature == 0, "an evaluation asks greedily, too"

@@ -26,7 +26,7 @@ async def play(env, task: Task, *replies: str, context: int = 999):
     params = SamplingParams(stop_ids=(TOKENIZER.eos_token_id,))
     chat = EpisodeChat(engine, TOKENIZER, params, context=context, key="0/0", seeds=rollout_seeds(0, 0, 0))
     outcome = await env.run(task, chat)
-    return outcome, chat.trajectory(outcome)
+    return outcome, chat.rows(outcome)[-1]
 
 
 async def test_which_reply_is_the_last_is_told():

@@ -108,8 +108,8 @@ async def test_a_second_turn_after_a_prompt_that_opened_the_reasoning() -> None:
     await chat.reply(NEXT)
     whole = [*USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\ntwo"}, *NEXT]
     shown = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(chat.trajectory().tokens[:-1].tolist()) == shown
-    assert not {"text_differs", "encoded_alone"} & chat.trajectory().info.keys()
+    assert tokenizer.decode(chat.rows()[-1].tokens[:-1].tolist()) == shown
+    assert not {"text_differs", "encoded_alone"} & chat.rows()[-1].info.keys()
 
 
 @pytest.mark.parametrize("span", ["{{ m.content }}<|im_end|>", "{{ m.content }}"])
@@ -182,9 +182,9 @@ async def test_a_reply_that_the_template_pads_ends_once(reply: str, differs: int
     chat = chat_of(tokenizer, [*ids(tokenizer, reply), END], [END])
     await chat.reply(USER)
     await chat.reply(NEXT)
-    text = tokenizer.decode(chat.trajectory().tokens[:-1].tolist())
+    text = tokenizer.decode(chat.rows()[-1].tokens[:-1].tolist())
     assert text == f"<|im_start|>[INST] what is the answer? [/INST]{reply}<|im_end|><|im_start|>[INST] two, what? [/INST]"
-    assert chat.trajectory().info.get("text_differs", 0) == differs
+    assert chat.rows()[-1].info.get("text_differs", 0) == differs
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -194,7 +194,7 @@ async def test_what_has_no_encoding_in_its_place_is_encoded_alone_and_counted(sp
     chat = chat_of(tokenizer, said, [END])
     assert await chat.reply(USER) == "forty"  # cut off: nothing ends it
     await chat.reply(NEXT)
-    record = chat.trajectory(Score(1.0))
+    record = chat.rows(Score(1.0))[-1]
     text = tokenizer.decode(record.tokens[:-1].tolist())
     assert text == "user:\nwhat is the answer?\nassistant:\nforty\nuser:\ntwo, what?\nassistant:\n"
     metrics = StepMetrics()
@@ -207,7 +207,7 @@ async def test_behind_a_special_token_nothing_is_encoded_alone() -> None:
     chat = chat_of(CHAT, said, [END])
     await chat.reply(USER)  # cut off: the template ends it
     await chat.reply(NEXT)
-    assert "encoded_alone" not in chat.trajectory().info
+    assert "encoded_alone" not in chat.rows()[-1].info
 
 
 @pytest.mark.parametrize("template", [NO_END, None])
@@ -221,8 +221,8 @@ async def test_what_is_encoded_alone_gets_no_space_of_its_own(kind: str, templat
     await chat.reply("on a mat")
     who = ("user:\n", "assistant:\n") if template else ("", "")
     text = f"{who[0]}where is it\n{who[1]}the\n{who[0]}on a mat\n{who[1]}"
-    assert tokenizer.decode(chat.trajectory().tokens[:-1].tolist()) == text
-    assert chat.trajectory().info["encoded_alone"] == 1
+    assert tokenizer.decode(chat.rows()[-1].tokens[:-1].tolist()) == text
+    assert chat.rows()[-1].info["encoded_alone"] == 1
 
 
 def test_follow_without_the_sampled_ids_takes_those_of_the_text() -> None:
@@ -265,7 +265,7 @@ async def test_an_episode_may_begin_with_a_call_of_a_tool_that_says_nothing() ->
     await chat.reply(NEXT)
     whole = [*heard, {"role": "assistant", "content": "two"}, *NEXT]
     shown = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(chat.trajectory().tokens[:-1].tolist()) == shown
+    assert tokenizer.decode(chat.rows()[-1].tokens[:-1].tolist()) == shown
 
 
 @pytest.mark.parametrize(

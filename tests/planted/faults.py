@@ -650,7 +650,7 @@ FAULTS = [
     ),
     Fault(
         "a prompt may fill the context",
-        "        if length >= self._context:",
+        "        if request.length >= self._context:",
         "        if False:",
         "envs/test_chat.py",
     ),

@@ -26,10 +26,19 @@ from policy_faults import POLICY_FAULTS
 from several_policies_faults import SEVERAL_POLICIES_FAULTS
 from side_faults import SIDE_FAULTS
 from speculation_faults import SPECULATION_FAULTS
+from tree_faults import TREE_FAULTS
 from weight_sync_faults import WEIGHT_SYNC_FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-EVERY = [*FAULTS, *POLICY_FAULTS, *SEVERAL_POLICIES_FAULTS, *SIDE_FAULTS, *SPECULATION_FAULTS, *WEIGHT_SYNC_FAULTS]
+EVERY = [
+    *FAULTS,
+    *POLICY_FAULTS,
+    *SEVERAL_POLICIES_FAULTS,
+    *SIDE_FAULTS,
+    *SPECULATION_FAULTS,
+    *TREE_FAULTS,
+    *WEIGHT_SYNC_FAULTS,
+]
 LIMIT_S = 600.0  # of one fault's tests
 COPIED = ("tidemill", "vllm_plugin", "tests", "recipes", "docs", "benchmarks", "pyproject.toml", "README.md")
 FAILED = 1  # pytest's status when tests ran and some failed; any other says that the fault was not tried

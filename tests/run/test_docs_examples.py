@@ -10,8 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from envs.scripted_engine import ScriptedEngine, chat_tokenizer, says
 
-from tidemill.core.types import Finish, Score, Trajectory
+from tidemill.controller.rollout import EpisodeSetup
+from tidemill.core.types import Finish, SamplingParams, Score, Trajectory
+from tidemill.envs.chat import rollout_seeds
 from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.run import api
 from tidemill.run.session import RunEnded
@@ -65,3 +68,18 @@ def test_the_program_of_the_readme(tmp_path):
     done = subprocess.run([sys.executable, "sorting.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "run runs/sorting: 3 steps, done\nheld-out accuracy 0." in done.stdout
+
+
+async def test_the_agent_of_the_page_on_agents():
+    (program,) = programs("agents.md")
+    linecache.cache["agents.md"] = (len(program), None, program.splitlines(keepends=True), "agents.md")
+    scope = {"__name__": "example"}
+    exec(compile(program, "agents.md", "exec"), scope)
+    tokenizer = chat_tokenizer()
+    params = SamplingParams(stop_ids=(tokenizer.eos_token_id,))
+    env = scope["told_twice"]
+    task = env.tasks("eval")[0]
+    engine = ScriptedEngine(says(tokenizer, "five", "7", task.data["answer"]))
+    episodes = EpisodeSetup(env, tokenizer, params, 1000, 60.0)
+    rows = await episodes.play(task, engine, "k", rollout_seeds(0, 0, 0))
+    assert rows[-1].outcome == Score(1.0) and [row.turns for row in rows] == [2, 1] and rows[-1].parent is None

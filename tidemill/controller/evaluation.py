@@ -55,7 +55,7 @@ class Evaluator:
                     lambda engine: self._episodes.within(engine.context).play(task, engine, key, seeds)
                 )
                 await self._episodes.judge(task, [played])
-            return Group(index, task, [played])
+            return Group(index, task, played)
 
         return list(await asyncio.gather(*(attempt(i, task) for i, task in enumerate(tasks))))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -64,8 +64,8 @@ class EpisodeSetup:
 
     async def play(
         self, task: Task, engine: Sampler, key: str, seeds: Callable[[int], int], sample: int = 0, again: bool = False
-    ) -> Trajectory:
-        """One attempt. Its outcome is None when the environment leaves it to `judge`.
+    ) -> list[Trajectory]:
+        """The rows of one attempt. Its outcome, on the last one, is None when the environment leaves it to `judge`.
 
         An attempt that is lost with its worker, perhaps by a sibling's fault, is begun anew with the same seeds, once.
         """
@@ -95,9 +95,9 @@ class EpisodeSetup:
             raise chat.failure
         if not chat.sampled and not isinstance(outcome, Unscorable | InfraError):
             outcome, finish = self._unasked(outcome), Finish.ENV_ERROR
-        played = chat.trajectory(outcome, finish)
-        played.outcome = fitting(outcome, played.replies, f"environment {self.environment.name}")
-        return played
+        rows = chat.rows(outcome, finish)
+        rows[-1].outcome = fitting(outcome, replies_of(rows), f"environment {self.environment.name}")
+        return rows
 
     def _unasked(self, outcome: Score | None) -> InfraError:
         """The error of an attempt in which the policy said nothing: there is nothing to score or train."""
@@ -107,15 +107,16 @@ class EpisodeSetup:
             "is nothing to score; call chat.reply first, or return Unscorable or InfraError with a reason"
         )
 
-    async def judge(self, task: Task, attempts: list[Trajectory]) -> None:
-        """Judge together the attempts that `run` left undecided, and write their outcomes."""
-        open_ones = [t for t in attempts if t.outcome is None]
+    async def judge(self, task: Task, attempts: Sequence[list[Trajectory]]) -> None:
+        """Judge together the attempts that `run` left undecided, and write their outcomes. attempts: the rows of each."""
+        open_ones = [rows for rows in attempts if rows[-1].outcome is None]
         if not open_ones:
             return
         start = time.monotonic()
-        for attempt, outcome in zip(open_ones, await self._outcomes(task, open_ones), strict=True):
-            attempt.outcome = fitting(outcome, attempt.replies, f"environment {self.environment.name}")
-            attempt.info["reward_s"] = time.monotonic() - start
+        outcomes = await self._outcomes(task, [rows[-1] for rows in open_ones])
+        for rows, outcome in zip(open_ones, outcomes, strict=True):
+            rows[-1].outcome = fitting(outcome, replies_of(rows), f"environment {self.environment.name}")
+            rows[-1].info["reward_s"] = time.monotonic() - start
 
     async def _outcomes(self, task: Task, attempts: list[Trajectory], again: bool = False) -> list[Outcome]:
         """The outcomes that `judge` returns, one for each attempt.
@@ -133,6 +134,11 @@ class EpisodeSetup:
             logger.warning("environment %s could not judge task %s", self.environment.name, task.id, exc_info=error)
             reason = f"judging took longer than {self.limit_s:g} s" if isinstance(error, Overdue) else _reason(error)
             return [InfraError(reason) for _ in attempts]
+
+
+def replies_of(rows: Sequence[Trajectory]) -> int:
+    """The replies of an attempt: the turns that a score may reward, of one row after another."""
+    return sum(row.replies for row in rows)
 
 
 def _reason(error: Exception) -> str:
@@ -164,13 +170,13 @@ class Rollout:
             attempts = await self._pool.run(lambda engine: self._attempts(engine, group_id, task))
         with self._beside.span(REWARD, group=group_id):
             await self._episodes.judge(task, attempts)
-        return Group(group_id, task, attempts)
+        return Group(group_id, task, [row for rows in attempts for row in rows])
 
-    async def _attempts(self, engine: AnyRoute, group_id: int, task: Task) -> list[Trajectory]:
+    async def _attempts(self, engine: AnyRoute, group_id: int, task: Task) -> list[list[Trajectory]]:
         samples = [*range(self._size), *([GREEDY] if self._greedy else [])]
         return await _all(self._attempt(engine, group_id, task, sample) for sample in samples)
 
-    async def _attempt(self, engine: AnyRoute, group_id: int, task: Task, sample: int) -> Trajectory:
+    async def _attempt(self, engine: AnyRoute, group_id: int, task: Task, sample: int) -> list[Trajectory]:
         episodes = self._greedy if self._greedy and sample == GREEDY else self._episodes
         return await episodes.within(engine.context).play(
             task,

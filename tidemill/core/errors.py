@@ -32,10 +32,6 @@ class UnsupportedModel(ConfigError):
     """The model cannot be computed exactly here. `models` raises it, naming what the model asks for."""
 
 
-class TemplateRewritesHistory(ConfigError):
-    """The chat template renders an earlier turn anew, so no turn can follow. An environment may catch it."""
-
-
 class RenamedKey(FutureWarning):
     """Warning: a recipe uses the old name of a key, which still works. The message names the new one."""
 

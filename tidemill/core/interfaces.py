@@ -208,6 +208,17 @@ class Chat(Protocol):
         slower."""
         ...
 
+    async def complete(
+        self, messages: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
+    ) -> str:
+        """Sample the policy's answer to a whole conversation and return its text, as chat completions do.
+
+        A conversation that begins with a recorded one goes on in it; any other one, of a history that was rewritten or
+        begun anew, becomes a branch of the attempt. All replies are trained with the attempt's outcome, each token once.
+        Several may be under way at a time. Raises ValueError when the last message is the policy's own reply.
+        """
+        ...
+
     async def ask(self, policy: str, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> str:
         """Ask a frozen policy of the run in a conversation of its own, and return its reply.
 

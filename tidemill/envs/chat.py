@@ -1,9 +1,10 @@
-"""EpisodeChat: one seat's conversation with the policy, recorded token by token.
+"""EpisodeChat: one seat's conversations with the policy, recorded token by token.
 
-    message -> tokens appended -> engine.generate(everything so far) -> sampled tokens appended -> text
+    message -> tokens appended, or a fork -> engine.generate(everything so far) -> sampled tokens appended -> text
 
-The record only grows. Each token's row is written when the token is made: mask, logprob, version, support, extras (I1, I7).
-Text is derived from tokens, for the environment and for people; text of the policy is never encoded again.
+The record only grows: see `attempt_tree`. Each token's row is written when the token is made: mask, logprob, version,
+support, extras (I1, I7). Text is derived from tokens, for the environment and for people; text of the policy is encoded
+again only where history was rewritten, as context that is not trained.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,6 +38,7 @@ from tidemill.core.types import (
     Trajectory,
     Version,
 )
+from tidemill.envs.attempt_tree import AttemptTree, Node, RecordedRow, ReplyRequest
 from tidemill.envs.frozen_policies import FrozenPolicies, reply_text
 from tidemill.models.chat_template import Messages, as_messages
 from tidemill.models.conversations import renderer, too_long, unknown_token
@@ -78,28 +81,26 @@ class EpisodeChat:
         limits: dict[str, Any] = {"own": policy, "context": context, "vocab": vocab}
         self._frozen = FrozenPolicies(frozen or {}, tokenizer, params, **limits)
         self._asked = 0  # replies of frozen policies so far
-        self._renderer = renderer(tokenizer, context)
-        self._given: list[Array] = []  # the tokens of each turn's message
-        self._replies: list[Completion] = []  # the policy's reply to each message
-        self._said: list[Said] = []
-        self._cut: dict[str, float] = {}  # the limit that ended the last reply, if one did
-        self._text = ""
+        self._tree = AttemptTree(partial(renderer, tokenizer, context))
+        self._here: Node | None = None  # the latest reply, which `reply` goes on from
+        self._begun = 0  # replies that were asked for
+        self._cut: dict[str, float] = {}  # the limit that ended the latest reply, if one did
         self._over: EpisodeOver | None = None
         self._busy = False
         self.failure: Exception | None = None  # the engine's exception, to tell it from the environment's own
 
     @property
     def turns(self) -> int:
-        return len(self._replies)
+        return len(self._tree.replies)
 
     @property
     def sampled(self) -> int:
-        return sum(len(reply.tokens) for reply in self._replies)
+        return sum(len(node.reply.tokens) for node in self._tree.replies)
 
     @property
     def length(self) -> int:
-        """Tokens of the conversation so far."""
-        return sum(map(len, self._given)) + self.sampled
+        """Tokens of the conversation so far, of which `reply` goes on."""
+        return 0 if self._here is None else self._here.end
 
     async def reply(
         self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
@@ -114,12 +115,27 @@ class EpisodeChat:
         self._busy = True
         try:
             messages = as_messages(message)
-            added = await _tokenized(messages, lambda: self._added(messages))
-            text = await self._turn(added, count_of(max_tokens), bool(last))
-            self._said += [*map(_heard, messages), Said("assistant", text, policy=True)]
-            return text
+            request = self._tree.follow(self._here, messages)
+            try:
+                await _tokenized(messages, lambda: self._placed(request))
+            except ContextFull as over:
+                self._over = over
+                raise
+            return await self._sampled_at(request, count_of(max_tokens), bool(last))
         finally:
             self._busy = False
+
+    async def complete(
+        self, messages: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
+    ) -> str:
+        """Sample the policy's answer to a whole conversation and return its text: see `interfaces.Chat`.
+
+        Several may be under way. Raises ContextFull when no reply fits; ValueError when that is the very first prompt.
+        """
+        self._expect_going_on()
+        request = self._tree.find(whole := as_messages(messages))
+        await _tokenized(whole, lambda: self._placed(request))
+        return await self._sampled_at(request, count_of(max_tokens), bool(last))
 
     async def ask(self, policy: str, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> str:
         """Ask a frozen policy of the run in a conversation of its own: see `interfaces.Chat`.
@@ -127,8 +143,7 @@ class EpisodeChat:
         Raises PolicyMismatch, which ends the run, when another version than the frozen one answers.
         """
         assert not self._busy, "one reply at a time: await the one before"
-        if self._over is not None and self._over.finish is Finish.CANCELLED:
-            raise self._over
+        self._expect_going_on()
         self._busy = True
         try:
             messages, most = as_messages(message), count_of(max_tokens)
@@ -142,71 +157,77 @@ class EpisodeChat:
         finally:
             self._busy = False
 
-    def trajectory(self, outcome: Outcome | None = None, finish: Finish | None = None) -> Trajectory:
-        """The record so far. finish: given if neither a reply nor the environment ended the episode."""
-        turns = [(len(given), _entries(reply)) for given, reply in zip(self._given, self._replies, strict=True)]
+    def rows(self, outcome: Outcome | None = None, finish: Finish | None = None) -> list[Trajectory]:
+        """The record so far: the rows of the attempt, the last of which ends with the latest reply and has the outcome.
+
+        finish: given if neither a reply nor the environment ended the episode.
+        """
+        parts = self._tree.parts() or [RecordedRow(np.zeros(0, np.int32), [], None)]
+        rows = [self._row(part) for part in parts]
+        end = rows[-1]
+        end.finish, end.outcome = finish or self._finish(outcome), outcome
+        end.info |= self._cut | {name: float(count) for name, count in self._tree.figures.items() if count}
+        for row in rows:
+            check_row(row)
+        return rows
+
+    def _row(self, part: RecordedRow) -> Trajectory:
+        replies, shift = [node.reply for node in part.nodes], len(part.context)
+        turns = [(len(node.given), _entries(node.reply)) for node in part.nodes]
+        if turns:
+            turns[0] = (shift + turns[0][0], turns[0][1])
         columns = joined(_COLUMNS, turns)
-        record = Trajectory(
-            self._tokens(),
+        return Trajectory(
+            part.tokens,
             columns["mask"],
             columns["logprobs"],
             columns["versions"],
-            finish=finish or self._finish(outcome),
-            outcome=outcome,
-            sources=tuple(sorted({version for reply in self._replies for version in reply.sources})),
+            finish=replies[-1].finish if replies else Finish.ENV_DONE,
+            sources=tuple(sorted({version for reply in replies for version in reply.sources})),
             sample=self._sample,
-            turns=self.turns,
+            turns=len(replies),
             temperature=self._params.temperature,
-            text=self._text,
-            support=_support(self._replies),
-            info=self._info(),
-            said=tuple(self._said),
+            text=part.nodes[-1].text if part.nodes else "",
+            support=_support(replies),
+            parent=part.parent,
+            info=_info(replies),
+            said=tuple(Said("assistant", str(m["content"]), policy=True) if own else _heard(m) for m, own in part.said),
             extras=joined(self._extras, turns),
         )
-        check_row(record)
-        return record
 
-    def _added(self, messages: Messages) -> Array:
-        """The tokens that messages add. Raises ContextFull or ValueError when no reply would fit."""
+    def _placed(self, request: ReplyRequest) -> None:
+        """Encode a request. Raises ContextFull or ValueError when no reply would fit."""
         try:
-            added = self._rendered(messages)
+            self._tree.place(request)
         except Exceeds as error:  # too long to be encoded at all
-            raise self._full(self.length + error.least, at_least=True) from None
-        if self._vocab is not None and (unknown := unknown_token(added, self._tokenizer, self._vocab)):
+            before = 0 if request.before is None else request.before.end
+            raise self._full(before + error.least, at_least=True) from None
+        if self._vocab is not None and (unknown := unknown_token(request.added, self._tokenizer, self._vocab)):
             raise ValueError(f"the message {unknown}")
-        length = self.length + len(added)
-        if length >= self._context:
-            raise self._full(length)
-        return added
-
-    def _rendered(self, messages: Messages) -> Array:
-        if not self._replies:
-            return self._renderer.begin(messages)
-        last = self._replies[-1]
-        stop = int(last.tokens[-1]) if last.finish is Finish.STOP else None
-        return self._renderer.follow(self._text, stop, messages, last.tokens)
+        if request.length >= self._context:
+            raise self._full(request.length)
 
     def _full(self, length: int, *, at_least: bool = False) -> Exception:
-        if not self._replies:
+        if not self._tree.rows:
             return ValueError(too_long(length, self._context, "the prompt", at_least=at_least))
-        self._over = ContextFull(Finish.CONTEXT, too_long(length, self._context, "the conversation", at_least=at_least))
-        return self._over
+        return ContextFull(Finish.CONTEXT, too_long(length, self._context, "the conversation", at_least=at_least))
 
-    async def _turn(self, added: Array, max_tokens: int | None, last: bool) -> str:
-        tokens = np.concatenate([self._tokens(), added])
+    async def _sampled_at(self, request: ReplyRequest, max_tokens: int | None, last: bool) -> str:
+        """Sample and record the reply to an encoded request; return its text."""
         limit = min(max_tokens or self._params.max_tokens, self._context)  # `max_tokens` may be any large number
-        params = replace(self._params, seed=self._seeds(self.turns), max_tokens=limit, last=last)
-        asked = GenerateRequest(tokens, params, self._policy, self._key, extras=tuple(e.name for e in self._extras))
+        turn, self._begun = self._begun, self._begun + 1
+        params = replace(self._params, seed=self._seeds(turn), max_tokens=limit, last=last)
+        extras = tuple(extra.name for extra in self._extras)
+        asked = GenerateRequest(request.tokens, params, self._policy, self._key, extras=extras)
         reply = await self._sampled(asked, self._taken)
-        self._given.append(added)
-        self._replies.append(reply)
-        self._cut = {CUT_AT: float(limit), OWN_LIMIT: float(max_tokens is not None)} if reply.finish is Finish.LENGTH else {}
+        cut = reply.finish is Finish.LENGTH
+        self._cut = {CUT_AT: float(limit), OWN_LIMIT: float(max_tokens is not None)} if cut else {}
+        self._here = self._tree.add(request, reply, reply_text(self._tokenizer, reply))
         if reply.finish is Finish.CANCELLED:
             raise self._cancelled()
-        if reply.finish is Finish.CONTEXT:
-            self._over = ContextFull(Finish.CONTEXT, too_long(self.length, self._context, "the conversation"))
-        self._text = reply_text(self._tokenizer, reply)
-        return self._text
+        full = reply.finish is Finish.CONTEXT
+        self._over = ContextFull(Finish.CONTEXT, too_long(self.length, self._context, "the conversation")) if full else None
+        return self._here.text
 
     async def _sampled(self, request: GenerateRequest, check: Callable[[Completion], None]) -> Completion:
         """The engine's reply, checked. What is raised here is no fault of the environment."""
@@ -224,28 +245,27 @@ class EpisodeChat:
             raise PolicyMismatch(f"policy {self._policy!r} was asked, and {strangers[0].exact} answered")
         reply.extras = taken(self._extras, reply.extras, len(reply.tokens), reply.engine)
 
+    def _expect_going_on(self) -> None:
+        if self._over is not None and self._over.finish is Finish.CANCELLED:
+            raise self._over
+
     def _cancelled(self) -> EpisodeOver:
         self._over = EpisodeOver(Finish.CANCELLED, "the episode was cancelled")
         return self._over
 
-    def _tokens(self) -> Array:
-        pieces = [p for given, reply in zip(self._given, self._replies, strict=True) for p in (given, reply.tokens)]
-        return _join(pieces, np.int32)
-
     def _finish(self, outcome: Outcome | None) -> Finish:
         if self._over is not None:
             return self._over.finish
-        last = self._replies[-1].finish if self._replies else Finish.ENV_DONE
+        last = Finish.ENV_DONE if self._here is None else self._here.reply.finish
         return Finish.ENV_DONE if last is Finish.STOP and outcome is not None else last
 
-    def _info(self) -> dict[str, float]:
-        return {
-            "queued_s": sum(reply.queued_s for reply in self._replies),
-            "prompt_tokens": float(sum(reply.prompt_tokens for reply in self._replies)),
-            "cached_tokens": float(sum(reply.cached_tokens for reply in self._replies)),
-            **self._cut,
-            **{name: float(count) for name, count in self._renderer.figures.items() if count},
-        }
+
+def _info(replies: Sequence[Completion]) -> dict[str, float]:
+    return {
+        "queued_s": sum(reply.queued_s for reply in replies),
+        "prompt_tokens": float(sum(reply.prompt_tokens for reply in replies)),
+        "cached_tokens": float(sum(reply.cached_tokens for reply in replies)),
+    }
 
 
 def count_of(max_tokens: Any) -> int | None:

@@ -3,7 +3,7 @@
     calls   LoadEnvironment -> nothing; then Begin -> EpisodeEnded, JudgeRequest -> outcomes, in any number
     notes   Ask or Withdraw from a worker; EpisodeAnswer or ReplyRefused to an Ask
 
-Within an episode, turns follow one another.
+Within an episode, turns are numbered. Those of whole conversations may be under way at a time; any other waits alone.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     max_tokens: int | None
     last: bool
     policy: str = ""  # the frozen one; "": the one that plays
+    whole: bool = False  # the message is a whole conversation
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tidemill.core import fault_injection
-from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver, TemplateRewritesHistory
+from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Environment
 from tidemill.core.outcomes import outcome_of
@@ -28,7 +28,7 @@ from tidemill.runtime.workers import serve_tasks
 from tidemill.runtime.workers.worker_setup import Channel
 
 ROLE = "environment"  # name of this process in fault injection
-_REFUSALS = {kind.__name__: kind for kind in (TemplateRewritesHistory, ConfigError, ValueError)}
+_REFUSALS = {kind.__name__: kind for kind in (ConfigError, ValueError)}
 
 
 class RemoteChat:
@@ -36,7 +36,7 @@ class RemoteChat:
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._turn = channel, 0
-        self._answer: asyncio.Future[str] | None = None
+        self._answers: dict[int, asyncio.Future[str]] = {}  # to the turns that are under way
         channel.hear = self._hear
 
     async def reply(
@@ -45,36 +45,45 @@ class RemoteChat:
         """Ask the controller's `EpisodeChat.reply`. Raises what it raises, and ValueError for other than plain data."""
         return await self._asked(lambda turn: wire.Ask(turn, _message(message), count_of(max_tokens), bool(last)))
 
+    async def complete(
+        self, messages: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
+    ) -> str:
+        """Ask the controller's `EpisodeChat.complete`. Raises what it raises, and ValueError for other than plain data."""
+        most, no_more = count_of(max_tokens), bool(last)
+        return await self._asked(lambda turn: wire.Ask(turn, _message(messages), most, no_more, whole=True), alone=False)
+
     async def ask(self, policy: str, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> str:
         """Ask the controller's `EpisodeChat.ask`. Raises what it raises, and ValueError for other than plain data."""
         if not isinstance(policy, str) or not policy:
             raise ValueError(f"chat.ask({policy!r:.80}): expected the name of a frozen policy of the run")
         return await self._asked(lambda turn: wire.Ask(turn, _message(message), count_of(max_tokens), True, _text(policy)))
 
-    async def _asked(self, note: Callable[[int], wire.Ask]) -> str:
-        """Tell the controller a note, made for the next turn, and wait for its answer."""
-        assert self._answer is None, "one reply at a time: await the one before"
+    async def _asked(self, note: Callable[[int], wire.Ask], alone: bool = True) -> str:
+        """Tell the controller a note, made for the next turn, and wait for its answer. alone: no other may be under way."""
+        assert not alone or not self._answers, "one reply at a time: await the one before"
         if self._channel.cancelled:
             raise asyncio.CancelledError("the episode was cancelled")
         fault_injection.reach(ROLE, "reply", self._channel.id)
         self._turn += 1
-        self._channel.tell(note(self._turn))
-        self._answer = asyncio.get_running_loop().create_future()
+        turn = self._turn
+        self._channel.tell(note(turn))
+        answer = self._answers[turn] = asyncio.get_running_loop().create_future()
         try:
-            return await self._answer  # bounded: the controller cancels the episode at its deadline
+            return await answer  # bounded: the controller cancels the episode at its deadline
         except asyncio.CancelledError:
-            self._channel.tell(wire.Withdraw(self._turn))
+            self._channel.tell(wire.Withdraw(turn))
             raise
         finally:
-            self._answer = None
+            del self._answers[turn]
 
     def _hear(self, note: wire.EpisodeAnswer | wire.ReplyRefused) -> None:
-        if note.turn != self._turn or self._answer is None or self._answer.done():
+        answer = self._answers.get(note.turn)
+        if answer is None or answer.done():
             return  # the answer crossed the environment's Withdraw
         if isinstance(note, wire.EpisodeAnswer):
-            self._answer.set_result(note.text)
+            answer.set_result(note.text)
         else:
-            self._answer.set_exception(_refused(note))
+            answer.set_exception(_refused(note))
 
 
 class EpisodeHandler:

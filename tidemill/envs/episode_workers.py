@@ -24,6 +24,7 @@ from tidemill.runtime.workers.worker import OpenCall, WorkerKind
 from tidemill.runtime.workers.worker_pool import Lost, WorkerPool
 
 WORKERS = 2  # default for a user's environment
+MOST_AT_ONCE = 256  # replies of one episode that may be under way
 _MODULE = "tidemill.envs.episode_worker"
 
 
@@ -32,29 +33,33 @@ class EpisodeReplies:
 
     def __init__(self, chat: Chat | None) -> None:
         self._chat, self._turn = chat, 0
-        self._replying: asyncio.Task[None] | None = None
+        self._open: dict[int, asyncio.Task[None]] = {}  # by turn
 
     def hear(self, call: OpenCall, note: wire.Ask | wire.Withdraw) -> None:
         if isinstance(note, wire.Withdraw):
-            self.stop()
+            if (withdrawn := self._open.get(note.turn)) is not None:
+                withdrawn.cancel()
             return
-        before = self._replying
-        waits = before is not None and not before.done() and not before.cancelling()
-        if self._chat is None or note.turn <= self._turn or waits:
+        waits = not note.whole and any(not each.cancelling() for each in self._open.values())
+        if self._chat is None or note.turn <= self._turn or waits or len(self._open) >= MOST_AT_ONCE:
             raise CodecError(f"episode {call.id} asked while it may not")
         self._turn = note.turn
-        self._replying = asyncio.ensure_future(self._reply(self._chat, call, note, before))
+        before = [] if note.whole else list(self._open.values())
+        replying = self._open[note.turn] = asyncio.ensure_future(self._reply(self._chat, call, note, before))
+        replying.add_done_callback(lambda _, turn=note.turn: self._open.pop(turn))
 
     def stop(self) -> None:
-        if self._replying is not None:
-            self._replying.cancel()
+        for each in self._open.values():
+            each.cancel()
 
-    async def _reply(self, chat: Chat, call: OpenCall, ask: wire.Ask, before: asyncio.Task[None] | None) -> None:
-        if before is not None and not before.done():
-            await asyncio.wait({before})  # bounded: it was withdrawn and so is cancelled
+    async def _reply(self, chat: Chat, call: OpenCall, ask: wire.Ask, before: Sequence[asyncio.Task[None]]) -> None:
+        if before:
+            await asyncio.wait(before)  # bounded: they were withdrawn and so are cancelled
         try:
             if ask.policy:
                 text = await chat.ask(ask.policy, ask.message, max_tokens=ask.max_tokens)
+            elif ask.whole:
+                text = await chat.complete(ask.message, max_tokens=ask.max_tokens, last=ask.last)
             else:
                 text = await chat.reply(ask.message, max_tokens=ask.max_tokens, last=ask.last)
             call.tell(wire.EpisodeAnswer(ask.turn, text))

@@ -136,6 +136,16 @@ def added_tokens(tokenizer: Tokenizer) -> frozenset[int]:
     return _added_tokens(tokenizer, len(tokenizer))
 
 
+def added_texts(tokenizer: Tokenizer) -> frozenset[str]:
+    """The texts of the added tokens."""
+    return _added_texts(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=16)
+def _added_texts(tokenizer: Tokenizer, size: int) -> frozenset[str]:
+    return frozenset(str(each) for each in tokenizer.added_tokens_decoder.values())
+
+
 @lru_cache(maxsize=16)
 def _added_tokens(tokenizer: Tokenizer, size: int) -> frozenset[int]:
     return frozenset(tokenizer.added_tokens_decoder)

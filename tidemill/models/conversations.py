@@ -11,6 +11,7 @@ Without a template, a message is its text and a line break; a reply follows and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,9 +25,10 @@ from tidemill.models.tokenizer import Tokenizer
 from tidemill.models.turn_renderers import PlainRenderer, Renderer, TemplateRenderer, content_of, first, plain_text
 
 
-def renderer(tokenizer: Tokenizer, most: int | None = None) -> Renderer:
-    """The renderer for the tokenizer's template, or a plain one. most: tokens to fit."""
-    return TemplateRenderer(tokenizer, most) if tokenizer.chat_template else PlainRenderer(tokenizer, most)
+def renderer(tokenizer: Tokenizer, most: int | None = None, figures: Counter[str] | None = None) -> Renderer:
+    """The renderer for the tokenizer's template, or a plain one. most, figures: see `Renderer`."""
+    kind = TemplateRenderer if tokenizer.chat_template else PlainRenderer
+    return kind(tokenizer, most, figures)
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]]) -> Array:

@@ -4,8 +4,11 @@ With a chat template, the tokens to add are found in text. `sent` is the text re
 in the generation prompt; `reply` is the policy's answer.
 
     full = template(all messages, reply included) + generation prompt
-    full must be   sent + reply + tail         else the template rewrites history and is refused
+    full must be   sent + reply + tail         else the template rewrites history
     tail           without the stop token's text, when the policy sampled that token itself
+
+Where history is rewritten, by the template or by whoever sends the messages, the record forks: `fork` keeps the tokens of an
+earlier row that the new rendering begins with (`shared`), and appends the rest of its text as a tail.
 
 The reply becomes the message that renders as what was sampled: a generation prompt may have opened it (`<think>`), and a
 template may add a space of its own. Outer whitespace is not history: if a template trims or pads a reply, the record's
@@ -25,9 +28,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidemill.core.errors import Exceeds, TemplateRewritesHistory
+from tidemill.core.errors import Exceeds
 from tidemill.core.types import Array
-from tidemill.models.chat_template import MARK, Messages, Span, added_tokens, assistant, render, text_of
+from tidemill.models.chat_template import MARK, Messages, Span, added_texts, added_tokens, assistant, render, text_of
 from tidemill.models.reply_spans import Rendering
 from tidemill.models.token_bounds import certainly_exceeds
 from tidemill.models.tokenizer import Tokenizer
@@ -36,23 +39,79 @@ from tidemill.models.tokenizer import Tokenizer
 class Renderer(ABC):
     """Turns one conversation into tokens, turn by turn."""
 
-    def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
-        """most: tokens that fit. A text that has more for certain raises Exceeds."""
+    def __init__(self, tokenizer: Tokenizer, most: int | None = None, figures: Counter[str] | None = None) -> None:
+        """most: tokens that fit. A text that has more for certain raises Exceeds. figures: to count in, see `figures`."""
         self._tokenizer, self._most = tokenizer, most
         self._ids: list[int] = []  # of the conversation so far
-        self.figures = Counter[str]()  # `encoded_alone` and `text_differs`: numbers of tails
+        self.messages: Messages = []  # of the conversation so far, as they were rendered
+        self.figures = Counter[str]() if figures is None else figures
+        """`encoded_alone` and `text_differs`: numbers of tails."""
 
     @abstractmethod
     def begin(self, messages: Messages) -> Array:
         """Tokens of the first turn, ready for the policy's reply. [P] int32"""
 
     @abstractmethod
-    def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array:
-        """Tokens to append after the reply, ready for the next one. [n] int32
+    def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array | None:
+        """Tokens to append after the reply, ready for the next one, [n] int32; None if the template rewrites history.
 
         stop: the stop id that ended the reply, if one did. sampled: the reply's tokens, the stop id included; None: the
         reply was not sampled, and its text is encoded.
         """
+
+    @abstractmethod
+    def whole(self, messages: Messages) -> str:
+        """The text of a whole conversation, ready for the policy's reply."""
+
+    @abstractmethod
+    def resume(self, messages: Messages, ids: Sequence[int]) -> None:
+        """Take up a conversation where it asks for a reply. ids: its tokens."""
+
+    def replied(self, reply: str, messages: Messages) -> Messages:
+        """The conversation with a reply and further messages, as it is to be rendered anew."""
+        return [*self.messages, assistant(reply), *messages]
+
+    def fork(self, messages: Messages, text: str, kept: Sequence[int]) -> Array:
+        """Tokens to append to `kept` for a conversation whose history was rewritten, [n] int32.
+
+        text: the conversation's, see `whole`, which begins with that of `kept`.
+        """
+        self.resume(messages, kept)
+        return self._append(text[len(self._decode([*kept])) :])
+
+    def shared(self, ids: Array, sampled: Array, text: str) -> int:
+        """The number of a row's first tokens that a rewritten conversation keeps; 0 if none of them was sampled.
+
+        ids, sampled: [T] tokens of the row, and which the policy sampled. text: the conversation's. It keeps what has the
+        same text, up to the end of a reply's tokens or of an added token: nothing before such a place decides how text
+        after it is encoded. With SentencePiece, which puts spaces of its own into the text, it often keeps nothing.
+        """
+        least, most = 0, len(ids)
+        while least < most:
+            middle = (least + most + 1) // 2
+            if text.startswith(self._decode(ids[:middle].tolist())):
+                least = middle
+            else:
+                most = middle - 1
+        for more in range(least + 1, min(least + 4, len(ids)) + 1):  # a character of several tokens is none until its last
+            if text.startswith(self._decode(ids[:more].tolist())):
+                least = more
+        cuts = added_tokens(self._tokenizer)
+        while least and not (
+            (sampled[least - 1] or int(ids[least - 1]) in cuts)
+            and not self._splits(self._decode(ids[:least].tolist()), text)
+        ):
+            least -= 1
+        return least if sampled[:least].any() else 0
+
+    def _splits(self, begin: str, text: str) -> bool:
+        """True if `begin` ends within the text of an added token in `text`, which begins with it."""
+        names = added_texts(self._tokenizer)
+        most = max(map(len, names), default=0)
+        place, around = min(len(begin), most), text[max(0, len(begin) - most) : len(begin) + most]
+        return any(
+            around.startswith(name, place - before) for name in names for before in range(1, min(len(name), place + 1))
+        )
 
     def _begin(self, text: str, before: Sequence[int] = ()) -> Array:
         self._check(text)
@@ -112,6 +171,10 @@ class Renderer(ABC):
         if self._most is not None and (least := certainly_exceeds(self._tokenizer, text, self._most)):
             raise Exceeds(least)
 
+    def decoded(self, tokens: Array) -> str:
+        """Tokens as text, special ones included."""
+        return self._decode(tokens.tolist())
+
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -127,14 +190,22 @@ class Tail(NamedTuple):
 
 
 class TemplateRenderer(Renderer):
-    _messages: Messages  # those rendered so far, as `_sent`
-    _sent: str
+    _sent: str  # the rendering of `messages`
 
     def begin(self, messages: Messages) -> Array:
-        self._messages, self._sent = messages, render(self._tokenizer, messages, ask=True)
+        self.messages, self._sent = messages, self.whole(messages)
         return self._begin(self._sent)
 
-    def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array:
+    def whole(self, messages: Messages) -> str:
+        return render(self._tokenizer, messages, ask=True)
+
+    def resume(self, messages: Messages, ids: Sequence[int]) -> None:
+        self.messages, self._sent, self._ids = messages, self.whole(messages), [*ids]
+
+    def replied(self, reply: str, messages: Messages) -> Messages:
+        return super().replied(content_of(self._tokenizer, self.messages, self._sent, reply, messages), messages)
+
+    def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array | None:
         said = self._said(reply, stop, sampled)
         end = "" if stop is None else self._tokenizer.decode([stop], skip_special_tokens=False)
         found: Tail | None = None
@@ -143,28 +214,23 @@ class TemplateRenderer(Renderer):
             if found.exact:
                 break
         if found is None:
-            turn = 2 + sum(m["role"] == "assistant" for m in self._messages)
-            raise TemplateRewritesHistory(
-                f"the chat template of {self._tokenizer.name_or_path!r} rewrites history: with a further turn it renders "
-                f"the turns before differently, so turn {turn} cannot be appended to what was sampled; "
-                "use a single turn, or a template that only appends"
-            )
+            return None
         self.figures["text_differs"] += not found.exact
-        self._messages, self._sent = found.messages, found.full
+        self.messages, self._sent = found.messages, found.full
         return self._append(found.text)
 
     def _tails(self, said: list[str], end: str, messages: Messages) -> Iterator[Tail]:
         """Possible tails after the reply, one for each message that the reply may have been."""
         for text in said:
             for content in self._contents(text, messages):
-                every = [*self._messages, assistant(content), *messages]
+                every = [*self.messages, assistant(content), *messages]
                 full = render(self._tokenizer, every, ask=True)
                 if (cut := after_reply(full, self._sent, text, end)) is not None:
                     yield Tail(cut[0], full, every, cut[1])
 
     def _contents(self, text: str, messages: Messages) -> Iterator[str]:
         yield text
-        content = content_of(self._tokenizer, self._messages, self._sent, text, messages)
+        content = content_of(self._tokenizer, self.messages, self._sent, text, messages)
         if content != text:
             yield content
 
@@ -173,9 +239,18 @@ class PlainRenderer(Renderer):
     """Renderer without a template: a message is its text and a line break, and the reply follows."""
 
     def begin(self, messages: Messages) -> Array:
+        self.messages = messages
         return self._begin(lines(messages), first(self._tokenizer))
 
+    def whole(self, messages: Messages) -> str:
+        replies = {place for place, message in enumerate(messages) if message["role"] == "assistant"}
+        return self._decode(first(self._tokenizer)) + plain_text(self._tokenizer, messages, replies)[0]
+
+    def resume(self, messages: Messages, ids: Sequence[int]) -> None:
+        self.messages, self._ids = messages, [*ids]
+
     def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array:
+        self.messages = self.replied(reply, messages)
         self._said(reply, stop, sampled)
         return self._append(("\n" if stop is None else "") + lines(messages))
 

@@ -4,8 +4,9 @@ payload with messages      each message under its role, the policy's own under "
 payload without (older)    its tokens, cut where their provenance changes, decoded
 no payload                 the task's prompt and the last reply, from the index
 
-A segment is a maximal stretch of tokens of one provenance, as recorded when they were made (I7): the prompt; tokens that the
-policy sampled, or that the task gave to be learnt; and tokens that the environment added later.
+A segment is a maximal stretch of tokens of one provenance, as recorded when they were made (I7): the prompt, or what stands
+before a branch in another row; tokens that the policy sampled, or that the task gave to be learnt; and tokens that the
+environment added later.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ from tidemill.observability.safe_text import visible
 SHOWN = 600  # characters of a message
 MOST_LABEL = 12  # characters of a role, which an environment may name freely
 Decode = Callable[[], Tokenizer | None]
-Provenance = Literal["prompt", "sampled", "given", "environment"]
-COLOURS: dict[Provenance, str] = {"prompt": "cyan", "sampled": "green", "given": "blue", "environment": "magenta"}
+Provenance = Literal["prompt", "parent", "sampled", "given", "environment"]
+COLOURS: dict[Provenance, str] = {
+    "prompt": "cyan",
+    "parent": "cyan",
+    "sampled": "green",
+    "given": "blue",
+    "environment": "magenta",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +49,10 @@ class Segment:
 
 def segments(t: Trajectory) -> list[Segment]:
     """The segments of a trajectory, in order."""
-    found, position, begun = [], 0, False
+    position = 0 if t.parent is None else t.parent[1]
+    begun, found = position > 0, [Segment("parent", 0, position)] if position else []
     own: Provenance = "sampled" if t.given is None else "given"
-    for learnt, run in groupby(t.learnt.tolist()):
+    for learnt, run in groupby(t.learnt[position:].tolist()):
         length = len(list(run))
         found.append(Segment(own if learnt else "environment" if begun else "prompt", position, position + length))
         position, begun = position + length, begun or learnt
@@ -86,7 +94,7 @@ def answer_row(row: SampleRow) -> list[Row]:
 def plain(payload: Trajectory | None, tokenizer: Decode) -> dict[str, Any]:
     """The conversation as JSON data; null where retention removed the payload."""
     if payload is None:
-        return {"conversation": None, "reward_parts": None, "reward_turns": None, "cut_off": None}
+        return {"conversation": None, "reward_parts": None, "reward_turns": None, "cut_off": None, "parent": None}
     limit, outcome = limit_of(payload), payload.outcome
     said = [(each.role, each.text, each.policy) for each in payload.said]
     if not said and (found := tokenizer()) is not None:
@@ -96,6 +104,7 @@ def plain(payload: Trajectory | None, tokenizer: Decode) -> dict[str, Any]:
         "reward_parts": outcome.parts if isinstance(outcome, Score) else None,
         "reward_turns": [*outcome.turns] if isinstance(outcome, Score) else None,
         "cut_off": None if limit is None else {"by": limit[0], "tokens": limit[1]},
+        "parent": None if payload.parent is None else {"row": payload.parent[0], "position": payload.parent[1]},
     }
 
 

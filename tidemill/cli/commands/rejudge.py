@@ -129,10 +129,11 @@ async def _judge(setup: EpisodeSetup, group: Group, result: Rejudged) -> Judged:
     last = {t.sample: (place, t) for place, t in enumerate(group.trajectories)}
     able = {key: (place, t) for key, (place, t) in last.items() if t.outcome and t.mask.any() and t.finish not in UNJUDGED}
     result.without_reply += len(last) - len(able)
-    attempts = [replace(t, outcome=None) for _, t in able.values()]
+    rows = {each[0].sample: each for each in group.attempts}
+    attempts = [[*rows[sample][:-1], replace(t, outcome=None)] for sample, (_, t) in able.items()]
     await setup.judge(group.task, attempts)
     judged = dict[int, Outcome]()
-    for (sample, (place, before)), now in zip(able.items(), attempts, strict=True):
+    for (sample, (place, before)), (*_, now) in zip(able.items(), attempts, strict=True):
         assert before.outcome is not None and now.outcome is not None
         judged[sample] = now.outcome
         was, is_now = _plain(before.outcome), _plain(now.outcome)

@@ -113,6 +113,8 @@ def _title(row: SampleRow, payload: Trajectory | None) -> Text:
         f"{row.sampled} of {row.tokens} tokens sampled" if row.finish != Finish.GIVEN else f"{row.tokens} tokens",
         _weights(row),
     ]
+    if payload is not None and payload.parent is not None:
+        facts.append("branch of row {} at token {}".format(*payload.parent))
     if row.mean_logprob is not None:
         facts.append(f"mean logprob {row.mean_logprob:.2f}")
     if payload is not None and payload.temperature != 1:

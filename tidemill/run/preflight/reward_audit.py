@@ -206,12 +206,13 @@ async def _try(episodes: EpisodeSetup, task: Task, replies: Sequence[_Reply]) ->
     ]
     await episodes.judge(task, attempts)
     seconds = time.monotonic() - begin
-    if len(replies) > 1 and all(isinstance(attempt.outcome, InfraError) for attempt in attempts):
+    ends = [rows[-1] for rows in attempts]
+    if len(replies) > 1 and all(isinstance(end.outcome, InfraError) for end in ends):
         return [tried for reply in replies for tried in await _try(episodes, task, [reply])]
     shown = [clip(" | ".join(reply.texts), 60) for reply in replies]
     return [
-        Tried(task, reply.kind, text, attempt.outcome or Unscorable("no outcome"), seconds, reply.expect)
-        for reply, text, attempt in zip(replies, shown, attempts, strict=True)
+        Tried(task, reply.kind, text, end.outcome or Unscorable("no outcome"), seconds, reply.expect)
+        for reply, text, end in zip(replies, shown, ends, strict=True)
     ]
 
 
