@@ -13,7 +13,9 @@ PAGE = ROOT / "docs" / "structure.md"
 FLOORS = [
     ("core",),
     ("observability", "algorithms", "models"),
-    ("runtime", "weight_sync", "ledger", "openai_api"),
+    ("runtime", "weight_sync", "ledger", "api_formats"),
+    ("tools", "sandbox", "web_server"),
+    ("gateway",),
     ("envs", "engine", "trainer"),
     ("controller",),
     ("run",),

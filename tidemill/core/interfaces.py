@@ -20,6 +20,7 @@ from tidemill.core.types import (
     Metrics,
     Outcome,
     PreparedStep,
+    Reply,
     Sample,
     Scored,
     Task,
@@ -209,13 +210,19 @@ class Chat(Protocol):
         ...
 
     async def complete(
-        self, messages: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
-    ) -> str:
-        """Sample the policy's answer to a whole conversation and return its text, as chat completions do.
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        last: bool = False,
+    ) -> Reply:
+        """Sample the policy's answer to a whole conversation, as chat completions do.
 
         A conversation that begins with a recorded one goes on in it; any other one, of a history that was rewritten or
         begun anew, becomes a branch of the attempt. All replies are trained with the attempt's outcome, each token once.
-        Several may be under way at a time. Raises ValueError when the last message is the policy's own reply.
+        Several may be under way at a time. tools: JSON schemas of the tools that the policy is told of, as chat completions
+        take them. Raises ValueError when the last message is the policy's own reply.
         """
         ...
 

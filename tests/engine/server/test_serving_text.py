@@ -11,8 +11,8 @@ from serving_cases import byte_tokenizer
 
 from tidemill.core.types import Finish, SamplingParams
 from tidemill.engine.server.choices import Asked, Assembler
-from tidemill.openai_api.detokenizer import Detokenizer, StopStrings
-from tidemill.openai_api.vocabulary import BROKEN, Vocabulary
+from tidemill.api_formats.detokenizer import Detokenizer, StopStrings
+from tidemill.api_formats.vocabulary import BROKEN, Vocabulary
 
 tokenizer = cache(byte_tokenizer)
 vocabulary = cache(lambda: Vocabulary(tokenizer()))

@@ -33,8 +33,8 @@ from tidemill.engine.server.request_checks import (
     reply,
 )
 from tidemill.engine.server.service import CheckedRequest, Service
-from tidemill.openai_api.requests import MAX_BODY
-from tidemill.openai_api.responses import error_body
+from tidemill.api_formats.requests import MAX_BODY
+from tidemill.api_formats.responses import error_body
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

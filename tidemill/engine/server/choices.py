@@ -18,9 +18,9 @@ from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingPar
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.native.request_state import Token
 from tidemill.engine.server.prometheus_metrics import Clock
-from tidemill.openai_api.detokenizer import Detokenizer, Marks, StopStrings
-from tidemill.openai_api.responses import TextPiece, TokenLogprob
-from tidemill.openai_api.vocabulary import Vocabulary
+from tidemill.api_formats.detokenizer import Detokenizer, Marks, StopStrings
+from tidemill.api_formats.responses import TextPiece, TokenLogprob
+from tidemill.api_formats.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import numpy as np
 from tidemill.core.errors import ApiError
 from tidemill.engine.server.prompt_reader import Reader
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.openai_api.requests import ChatInput
+from tidemill.api_formats.requests import ChatInput
 
 
 class Prompts:

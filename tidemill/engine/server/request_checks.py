@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.core.errors import ApiError
-from tidemill.openai_api.responses import error_body
+from tidemill.api_formats.responses import error_body
 
 HEALTH = "/health"
 MOST_TARGET = 8 << 10  # bytes of the path with its query

@@ -27,10 +27,10 @@ from tidemill.engine.server.prompt_reader import Reader
 from tidemill.engine.server.prompts import Prompts
 from tidemill.engine.server.tokenize_routes import TokenRoutes
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.openai_api.body_decoding import beside
-from tidemill.openai_api.requests import Body, ChatBody, CompletionBody, parse
-from tidemill.openai_api.responses import ChatShape, CompletionShape, TextPiece, Usage
-from tidemill.openai_api.vocabulary import Vocabulary
+from tidemill.api_formats.body_decoding import beside
+from tidemill.api_formats.requests import Body, ChatBody, CompletionBody, parse
+from tidemill.api_formats.responses import ChatShape, CompletionShape, TextPiece, Usage
+from tidemill.api_formats.vocabulary import Vocabulary
 
 MOST_TOP_K = 1 << 30  # more than any vocabulary, and a machine integer
 REPLY_TOKENS = 4096  # reply tokens of a chat that gives no limit

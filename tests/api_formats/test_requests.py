@@ -9,7 +9,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from tidemill.core.errors import ApiError
-from tidemill.openai_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, parse
+from tidemill.api_formats.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, parse
 
 KINDS = {"text": CompletionBody, "chat": ChatBody, "tokenize": TokenizeChatBody, "detokenize": DetokenizeBody}
 USER = {"role": "user", "content": "a"}

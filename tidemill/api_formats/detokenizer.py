@@ -11,7 +11,7 @@ import codecs
 import re
 from collections.abc import Sequence
 
-from tidemill.openai_api.vocabulary import Vocabulary
+from tidemill.api_formats.vocabulary import Vocabulary
 
 _FIRST_MARK, _MOST_MARKS = 0xD800, 0x800  # half surrogates, which no text contains
 _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + _MOST_MARKS - 1)}]")

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tidemill.openai_api.vocabulary import Vocabulary
+from tidemill.api_formats.vocabulary import Vocabulary
 
 FLOOR = -9999.0  # JSON has no minus infinity
 
