@@ -34,7 +34,7 @@ async def remembered(task: Task, chat: Chat) -> Score:
             history = [*history[:2], {"role": "user", "content": f"{note}{digit}="}]
         else:
             history.append({"role": "user", "content": f"{digit}=" if place else task.prompt})
-        note = await chat.complete(history, max_tokens=3)
+        note = (await chat.complete(history, max_tokens=3)).text
         history.append({"role": "assistant", "content": note})
         right += note == task.data["answer"]
     return Score(right / TOLD)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from tidemill.core.errors import ApiError
 from tidemill.api_formats.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, parse
+from tidemill.core.errors import ApiError
 
 KINDS = {"text": CompletionBody, "chat": ChatBody, "tokenize": TokenizeChatBody, "detokenize": DetokenizeBody}
 USER = {"role": "user", "content": "a"}

@@ -26,13 +26,13 @@ async def two_turns(task: Task, chat: Chat) -> Any:
 
 async def branches(task: Task, chat: Chat) -> Any:
     first = {"role": "user", "content": task.prompt}
-    said = [{"role": "assistant", "content": await chat.complete([first])}]
+    said = [{"role": "assistant", "content": (await chat.complete([first])).text}]
     more = [[first, *said, {"role": "user", "content": text}] for text in ("hello", "there", "two")]
     found = await asyncio.gather(*(chat.complete(each, max_tokens=5) for each in more))
     try:
         await chat.complete([first, *said])
     except ValueError as error:
-        return Score(len("".join(found)) / 20, {"refused": float(len(str(error)))})
+        return Score(len("".join(each.text for each in found)) / 20, {"refused": float(len(str(error)))})
 
 
 async def returns_pid(task: Task, chat: Chat) -> Any:

@@ -118,7 +118,7 @@ class Agent:
     async def ask(self, messages: Messages) -> None:
         self.asked.append(messages)
         ASKED.set(messages)
-        self.known.append([*messages, said(await self.chat.complete(messages))])
+        self.known.append([*messages, said((await self.chat.complete(messages)).text)])
 
     async def play(self) -> list[Trajectory]:
         for _ in range(self.rng.randint(1, 9)):

@@ -44,7 +44,7 @@ async def test_a_conversation_that_only_grows_is_one_row_with_the_seeds_of_its_t
     )
     chat, by_turn, messages = chat_with(engine, tokenizer), chat_with(turns, tokenizer), [user("a")]
     for place, text in enumerate(("one", "two", "three")):
-        assert await chat.complete(messages) == await by_turn.reply(messages[-1]["content"]) == text
+        assert (await chat.complete(messages)).text == await by_turn.reply(messages[-1]["content"]) == text
         messages += [said(f" {text}\n"), user(f"more {place}")]  # clients trim and pad
     (row,), (expected,) = chat.rows(Score(1.0)), by_turn.rows(Score(1.0))
     assert encode(row) == encode(expected) and row.turns == 3
@@ -56,12 +56,12 @@ async def test_a_second_answer_begins_a_branch_where_the_first_one_begins() -> N
     engine = ScriptedEngine(says(tokenizer, "one", "two", "other", "end"))
     chat = chat_with(engine, tokenizer)
     before = [user("a")]
-    first = [*before, said(await chat.complete(before)), user("b")]
-    second = [*first, said(await chat.complete(first)), user("c")]
-    assert await chat.complete(first) == "other"
+    first = [*before, said((await chat.complete(before)).text), user("b")]
+    second = [*first, said((await chat.complete(first)).text), user("c")]
+    assert (await chat.complete(first)).text == "other"
     trunk, branch = chat.rows()
     assert branch.parent == (0, len(engine.prompts[1]) - len(chat_tail(engine, 1))) and branch.text == "other"
-    assert await chat.complete(second) == "end"
+    assert (await chat.complete(second)).text == "end"
     rows = chat.rows(Score(1.0))
     check_record(rows, list(zip(asked(engine), engine.completions, strict=True)))
     assert [row.text for row in rows] == ["two", "other", "end"], "the latest reply is not the end of the attempt"
@@ -83,8 +83,8 @@ async def test_a_compacted_history_keeps_what_it_begins_with() -> None:
     engine = ScriptedEngine(says(tokenizer, "one", "two", "three", "four"))
     chat = chat_with(engine, tokenizer)
     first = [user("a")]
-    one = [*first, said(await chat.complete(first)), user("b")]
-    two = [*one, said(await chat.complete(one)), user("c")]
+    one = [*first, said((await chat.complete(first)).text), user("b")]
+    two = [*one, said((await chat.complete(one)).text), user("c")]
     assert len(two) == 5
     await chat.complete([*one[:2], user("in short: b, c")])
     trunk, branch = chat.rows(Score(0.0))
@@ -100,10 +100,10 @@ async def test_a_full_conversation_is_compacted_and_goes_on() -> None:
     engine = ScriptedEngine(says(tokenizer, "one", "two"), context=60)
     chat = chat_with(engine, tokenizer, context=60)
     first = [user("a")]
-    whole = [*first, said(await chat.complete(first)), user("b" * 60)]
+    whole = [*first, said((await chat.complete(first)).text), user("b" * 60)]
     with pytest.raises(ContextFull, match="the conversation is"):
         await chat.complete(whole)
-    assert await chat.complete([user("in short")]) == "two"
+    assert (await chat.complete([user("in short")])).text == "two"
     rows = chat.rows(Score(1.0))
     assert rows[-1].finish is Finish.ENV_DONE and rows[-1].text == "two", "it did not end where it was full"
 
@@ -115,7 +115,7 @@ async def test_what_cannot_be_answered_is_refused() -> None:
         await chat.complete([user("b" * 80)])
     with pytest.raises(ValueError, match="expected a text, or a list of messages"):
         await chat.complete([])
-    text = await chat.complete([user("a")])
+    text = (await chat.complete([user("a")])).text
     with pytest.raises(ValueError, match="ends with the policy's own reply: add the message that it is to answer"):
         await chat.complete([user("a"), said(text)])
 

@@ -22,9 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from tidemill.api_formats.body_decoding import read, short
 from tidemill.core.errors import ApiError
 from tidemill.core.types import MIN_REPETITION, MIN_TEMPERATURE
-from tidemill.api_formats.body_decoding import read, short
 
 MAX_BODY = 8 << 20  # bytes
 MAX_BIAS = 1024  # tokens with a bias per request

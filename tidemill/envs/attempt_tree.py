@@ -9,6 +9,7 @@ A sampled token is trained in the row where it was sampled. In branches that beg
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tidemill.core.types import Array, Completion, Finish
-from tidemill.models.chat_template import Messages, text_of
+from tidemill.models.chat_template import Message, Messages, Tools, as_messages
+from tidemill.models.tool_calls import is_reply
 from tidemill.models.turn_renderers import Renderer
 
 
@@ -55,9 +57,11 @@ class Node:
     given: Array  # [n] int32 tokens of its row before it, since the reply before
     reply: Completion
     text: str
+    message: Message  # the reply as a message, with its reasoning and its tool calls apart
     end: int  # tokens of its row up to its end
     messages: Messages  # of the whole conversation, as they were rendered, without itself
     renderer: Renderer | None  # ready for what follows; whoever follows first takes it
+    tools: Tools  # of the conversation
     after: list[Node] = field(default_factory=list)
 
     @property
@@ -69,6 +73,11 @@ class Node:
     def said(self) -> list[tuple[Mapping[str, Any], bool]]:
         """Messages, and whether the policy wrote them."""
         return [*((each, False) for each in self.heard), ({"role": "assistant", "content": self.text}, True)]
+
+    @property
+    def parts(self) -> Message | None:
+        """The reply as a message for templates that want tool calls apart; None if it has none."""
+        return as_messages([self.message])[0] if "tool_calls" in self.message else None
 
 
 @dataclass(slots=True, eq=False)
@@ -98,53 +107,54 @@ class ReplyRequest:
 class AttemptTree:
     """The replies of one attempt. `follow` and `find` say where a reply stands, `place` encodes, `add` records it."""
 
-    def __init__(self, renderer: Callable[[Counter[str]], Renderer]) -> None:
-        """renderer: makes one for a conversation, which counts in the figures that it is given."""
+    def __init__(self, renderer: Callable[[Counter[str], Tools], Renderer]) -> None:
+        """renderer: makes one for a conversation with tools, which counts in the figures that it is given."""
         self._renderer = renderer
         self.figures = Counter[str]()
         self.rows: list[Row] = []  # in the order of their first replies
         self.last: Node | None = None  # the latest reply
-        self._first: list[Node] = []  # replies that nothing was before
+        self._first: dict[str, list[Node]] = {}  # replies that nothing was before, by the tools of their conversation
 
     @property
     def replies(self) -> list[Node]:
         return [node for row in self.rows for node in row.nodes]
 
-    def follow(self, before: Node | None, messages: Messages) -> ReplyRequest:
-        """The request of messages that go on from a reply; None: that begin a conversation."""
+    def follow(self, before: Node | None, messages: Messages, tools: Tools = ()) -> ReplyRequest:
+        """The request of messages that go on from a reply; None: that begin a conversation, with tools."""
         if before is None:
-            return ReplyRequest(None, messages, self._renderer(self.figures))
+            return ReplyRequest(None, messages, self._renderer(self.figures, tools))
         taken, before.renderer = before.renderer, None
         if taken is None:  # another request went on from there
-            taken = self._renderer(self.figures)
+            taken = self._renderer(self.figures, before.tools)
             taken.resume(before.messages, before.row.tokens[: before.end - len(before.reply.tokens)].tolist())
         return ReplyRequest(before, messages, taken)
 
-    def find(self, messages: Messages) -> ReplyRequest:
+    def find(self, messages: Messages, tools: Tools = ()) -> ReplyRequest:
         """The request of a whole conversation. Raises ValueError if the policy's own reply is the last of it."""
         best: Node | None = None
+        first = self._first.get(_key(tools), [])
         rest, open_ones = messages, list[tuple[Node | None, Messages]]([(None, messages)])
         while open_ones:
             node, left = open_ones.pop()
             if len(left) < len(rest):
                 best, rest = node, left
-            for each in self._first if node is None else node.after:
+            for each in first if node is None else node.after:
                 count = len(each.heard)
-                if len(left) > count and left[:count] == each.heard and _is(left[count], each.text):
+                if len(left) > count and left[:count] == each.heard and is_reply(left[count], each.text, each.message):
                     open_ones.append((each, left[count + 1 :]))
         if not rest:
             raise ValueError("the conversation ends with the policy's own reply: add the message that it is to answer")
-        return self.follow(best, rest)
+        return self.follow(best, rest, tools)
 
     def place(self, request: ReplyRequest) -> None:
         """Encode what a request adds. Raises Exceeds for a text that is too long for certain. Slow for long texts."""
         before, renderer = request.before, request.renderer
         if before is not None:
-            added = renderer.follow(before.text, before.stop, request.heard, before.reply.tokens)
+            added = renderer.follow(before.text, before.stop, request.heard, before.reply.tokens, before.parts)
             if added is not None:
                 request.kept, request.added = (before.row, before.end), added
                 return
-            messages = renderer.replied(before.text, request.heard)
+            messages = renderer.replied(before.text, request.heard, before.parts)
         else:
             messages = request.heard
         text = renderer.whole(messages) if self.rows else ""
@@ -165,14 +175,14 @@ class AttemptTree:
         found.sort(key=lambda each: -each[0])
         return [row for _, row in found[:MOST_COMPARED]]
 
-    def add(self, request: ReplyRequest, reply: Completion, text: str) -> Node:
-        """Record the reply to a request."""
-        row = self._row(request)
+    def add(self, request: ReplyRequest, reply: Completion, text: str, message: Message) -> Node:
+        """Record the reply to a request. message: with its reasoning and its tool calls apart."""
+        row, renderer = self._row(request), request.renderer
         end = request.length + len(reply.tokens)
-        messages = request.renderer.messages
-        node = Node(request.before, request.heard, row, request.added, reply, text, end, messages, request.renderer)
+        place = (request.before, request.heard, row, request.added)
+        node = Node(*place, reply, text, message, end, renderer.messages, renderer, renderer.tools)
         row.nodes.append(node)
-        (self._first if node.before is None else node.before.after).append(node)
+        (self._first.setdefault(_key(node.tools), []) if node.before is None else node.before.after).append(node)
         self.last = node
         return node
 
@@ -253,6 +263,6 @@ def _numbered(parent: tuple[Row, int] | None, numbers: Mapping[int, int]) -> tup
     return None if parent is None else (numbers[id(parent[0])], parent[1])
 
 
-def _is(message: Mapping[str, Any], reply: str) -> bool:
-    """True if a message is this reply of the policy, outer whitespace aside, which clients trim."""
-    return message.get("role") == "assistant" and text_of(message).strip() == reply.strip()
+def _key(tools: Tools) -> str:
+    """What tells conversations with other tools apart, which are told so at their beginning."""
+    return json.dumps(tools, sort_keys=True, default=str) if tools else ""

@@ -32,6 +32,7 @@ from tidemill.core.types import (
     Finish,
     GenerateRequest,
     Outcome,
+    Reply,
     Said,
     SamplingParams,
     Support,
@@ -43,6 +44,8 @@ from tidemill.envs.frozen_policies import FrozenPolicies, reply_text
 from tidemill.models.chat_template import Messages, as_messages
 from tidemill.models.conversations import renderer, too_long, unknown_token
 from tidemill.models.tokenizer import Tokenizer
+from tidemill.models.tool_calls import ReplyParts, opens_thought, read_reply
+from tidemill.models.turn_renderers import Renderer
 
 T = TypeVar("T")
 HERE = 10_000  # a message of at most so many characters is tokenized on the event loop: that takes milliseconds
@@ -121,19 +124,24 @@ class EpisodeChat:
             except ContextFull as over:
                 self._over = over
                 raise
-            return await self._sampled_at(request, count_of(max_tokens), bool(last))
+            return (await self._sampled_at(request, count_of(max_tokens), bool(last))).text
         finally:
             self._busy = False
 
     async def complete(
-        self, messages: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
-    ) -> str:
-        """Sample the policy's answer to a whole conversation and return its text: see `interfaces.Chat`.
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        last: bool = False,
+    ) -> Reply:
+        """Sample the policy's answer to a whole conversation: see `interfaces.Chat`.
 
         Several may be under way. Raises ContextFull when no reply fits; ValueError when that is the very first prompt.
         """
         self._expect_going_on()
-        request = self._tree.find(whole := as_messages(messages))
+        request = self._tree.find(whole := as_messages(messages), tools)
         await _tokenized(whole, lambda: self._placed(request))
         return await self._sampled_at(request, count_of(max_tokens), bool(last))
 
@@ -212,8 +220,8 @@ class EpisodeChat:
             return ValueError(too_long(length, self._context, "the prompt", at_least=at_least))
         return ContextFull(Finish.CONTEXT, too_long(length, self._context, "the conversation", at_least=at_least))
 
-    async def _sampled_at(self, request: ReplyRequest, max_tokens: int | None, last: bool) -> str:
-        """Sample and record the reply to an encoded request; return its text."""
+    async def _sampled_at(self, request: ReplyRequest, max_tokens: int | None, last: bool) -> Reply:
+        """Sample and record the reply to an encoded request."""
         limit = min(max_tokens or self._params.max_tokens, self._context)  # `max_tokens` may be any large number
         turn, self._begun = self._begun, self._begun + 1
         params = replace(self._params, seed=self._seeds(turn), max_tokens=limit, last=last)
@@ -222,12 +230,20 @@ class EpisodeChat:
         reply = await self._sampled(asked, self._taken)
         cut = reply.finish is Finish.LENGTH
         self._cut = {CUT_AT: float(limit), OWN_LIMIT: float(max_tokens is not None)} if cut else {}
-        self._here = self._tree.add(request, reply, reply_text(self._tokenizer, reply))
+        parts = self._read(reply, request.renderer)
+        text, message = reply_text(self._tokenizer, reply), parts.message(turn)
+        self._here = self._tree.add(request, reply, text, message)
         if reply.finish is Finish.CANCELLED:
             raise self._cancelled()
         full = reply.finish is Finish.CONTEXT
         self._over = ContextFull(Finish.CONTEXT, too_long(self.length, self._context, "the conversation")) if full else None
-        return self._here.text
+        counts = (reply.prompt_tokens or request.length, reply.cached_tokens, len(reply.tokens))
+        return Reply(text, message, reply.finish, *counts, tuple(parts.faults))
+
+    def _read(self, reply: Completion, renderer: Renderer) -> ReplyParts:
+        spoken = (reply.tokens[:-1] if reply.finish is Finish.STOP else reply.tokens).tolist()
+        text = self._tokenizer.decode(spoken, skip_special_tokens=not renderer.tools)
+        return read_reply(self._tokenizer, text, renderer.tools, opened=opens_thought(renderer.rendered))
 
     async def _sampled(self, request: GenerateRequest, check: Callable[[Completion], None]) -> Completion:
         """The engine's reply, checked. What is raised here is no fault of the environment."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
+from tidemill.core.types import Finish, InfraError, Reply, Score, Task, Trajectory, Unscorable
 
 MAX_FRAME = 4 << 20  # bytes per frame of a worker, and so per message to the policy
 
@@ -35,7 +35,7 @@ class JudgeRequest(msgspec.Struct, frozen=True, tag=True):
 
 class EpisodeAnswer(msgspec.Struct, frozen=True, tag=True):
     turn: int
-    text: str
+    reply: str | Reply  # a Reply to a whole conversation, the text to any other
 
 
 class ReplyRefused(msgspec.Struct, frozen=True, tag=True):
@@ -56,6 +56,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     last: bool
     policy: str = ""  # the frozen one; "": the one that plays
     whole: bool = False  # the message is a whole conversation
+    tools: list[dict[str, Any]] = []  # schemas of its tools
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):

@@ -19,6 +19,7 @@ from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Environment
 from tidemill.core.outcomes import outcome_of
+from tidemill.core.types import Reply
 from tidemill.envs import episode_protocol as wire
 from tidemill.envs.chat import count_of
 from tidemill.envs.environment import FunctionEnvironment
@@ -36,29 +37,45 @@ class RemoteChat:
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._turn = channel, 0
-        self._answers: dict[int, asyncio.Future[str]] = {}  # to the turns that are under way
+        self._answers: dict[int, asyncio.Future[str | Reply]] = {}  # to the turns that are under way
         channel.hear = self._hear
 
     async def reply(
         self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
     ) -> str:
         """Ask the controller's `EpisodeChat.reply`. Raises what it raises, and ValueError for other than plain data."""
-        return await self._asked(lambda turn: wire.Ask(turn, _message(message), count_of(max_tokens), bool(last)))
+        reply = await self._asked(lambda turn: wire.Ask(turn, _message(message), count_of(max_tokens), bool(last)))
+        assert isinstance(reply, str)
+        return reply
 
     async def complete(
-        self, messages: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
-    ) -> str:
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        last: bool = False,
+    ) -> Reply:
         """Ask the controller's `EpisodeChat.complete`. Raises what it raises, and ValueError for other than plain data."""
-        most, no_more = count_of(max_tokens), bool(last)
-        return await self._asked(lambda turn: wire.Ask(turn, _message(messages), most, no_more, whole=True), alone=False)
+        most, no_more, schemas = count_of(max_tokens), bool(last), [_plain(each) for each in tools]
+
+        def note(turn: int) -> wire.Ask:
+            return wire.Ask(turn, _message(messages), most, no_more, whole=True, tools=schemas)
+
+        reply = await self._asked(note, alone=False)
+        assert isinstance(reply, Reply)
+        return reply
 
     async def ask(self, policy: str, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> str:
         """Ask the controller's `EpisodeChat.ask`. Raises what it raises, and ValueError for other than plain data."""
         if not isinstance(policy, str) or not policy:
             raise ValueError(f"chat.ask({policy!r:.80}): expected the name of a frozen policy of the run")
-        return await self._asked(lambda turn: wire.Ask(turn, _message(message), count_of(max_tokens), True, _text(policy)))
+        most = count_of(max_tokens)
+        reply = await self._asked(lambda turn: wire.Ask(turn, _message(message), most, True, _text(policy)))
+        assert isinstance(reply, str)
+        return reply
 
-    async def _asked(self, note: Callable[[int], wire.Ask], alone: bool = True) -> str:
+    async def _asked(self, note: Callable[[int], wire.Ask], alone: bool = True) -> str | Reply:
         """Tell the controller a note, made for the next turn, and wait for its answer. alone: no other may be under way."""
         assert not alone or not self._answers, "one reply at a time: await the one before"
         if self._channel.cancelled:
@@ -81,7 +98,7 @@ class RemoteChat:
         if answer is None or answer.done():
             return  # the answer crossed the environment's Withdraw
         if isinstance(note, wire.EpisodeAnswer):
-            answer.set_result(note.text)
+            answer.set_result(note.reply)
         else:
             answer.set_exception(_refused(note))
 

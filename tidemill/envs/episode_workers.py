@@ -57,12 +57,12 @@ class EpisodeReplies:
             await asyncio.wait(before)  # bounded: they were withdrawn and so are cancelled
         try:
             if ask.policy:
-                text = await chat.ask(ask.policy, ask.message, max_tokens=ask.max_tokens)
+                reply = await chat.ask(ask.policy, ask.message, max_tokens=ask.max_tokens)
             elif ask.whole:
-                text = await chat.complete(ask.message, max_tokens=ask.max_tokens, last=ask.last)
+                reply = await chat.complete(ask.message, tools=ask.tools, max_tokens=ask.max_tokens, last=ask.last)
             else:
-                text = await chat.reply(ask.message, max_tokens=ask.max_tokens, last=ask.last)
-            call.tell(wire.EpisodeAnswer(ask.turn, text))
+                reply = await chat.reply(ask.message, max_tokens=ask.max_tokens, last=ask.last)
+            call.tell(wire.EpisodeAnswer(ask.turn, reply))
         except (EpisodeOver, ValueError) as error:  # an environment may catch these
             finish = error.finish if isinstance(error, EpisodeOver) else None
             call.tell(wire.ReplyRefused(ask.turn, type(error).__name__, str(error), finish))

@@ -5,8 +5,10 @@ A template is code from elsewhere. Whatever it raises becomes one sentence that 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -17,10 +19,13 @@ Message = dict[str, Any]
 Messages = list[Message]
 """`role`, `content` and whatever else a template reads: `name`, `tool_calls`, `tool_call_id`, `reasoning_content`."""
 
-Reply = str | Message
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions, as chat completions take them."""
+
+AssistantTurn = str | Message
 """An assistant's turn: its text, or a message with more than a text, such as `tool_calls` or `reasoning_content`."""
 
-Turn = tuple[Messages, Reply]
+Turn = tuple[Messages, AssistantTurn]
 """Messages, and the reply to them."""
 
 Span = tuple[int, int]  # characters of a rendering, from and up to
@@ -31,14 +36,44 @@ _HALF = re.compile(r"[\ud800-\udfff]")
 def as_messages(message: str | Sequence[Mapping[str, Any]]) -> Messages:
     """The messages of a prompt: a text becomes one user message, a list stays as it is.
 
-    Raises ValueError for anything else, for an empty list, and for text that cannot be encoded.
+    Arguments of tool calls that are JSON become mappings, which templates take. Raises ValueError for anything else, for an
+    empty list, and for text that cannot be encoded.
     """
-    messages = [{"role": "user", "content": message}] if isinstance(message, str) else [dict(m) for m in message]
+    messages = [{"role": "user", "content": message}] if isinstance(message, str) else [_read_calls(m) for m in message]
     if not messages or not all(is_message(m) for m in messages):
         raise ValueError(f"message {message!r:.80}: expected a text, or a list of messages with role and content")
     if half := half_character(messages):
         raise ValueError(f"the message {half}")
     return messages
+
+
+def _read_calls(message: Mapping[str, Any]) -> Message:
+    return with_arguments(message, arguments_form)
+
+
+def with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> Message:
+    """A copy of a message with the arguments of its tool calls in another form."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    made = list[Any]()
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            call = {**call, "function": {**function, "arguments": form(function.get("arguments"))}}
+        made.append(call)
+    return {**message, "tool_calls": made}
+
+
+def arguments_form(arguments: Any) -> Any:
+    """Arguments of a call, as they are compared and as templates take them: a mapping where they are one."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments.strip()
+    return found if isinstance(found, dict) else arguments.strip()
 
 
 def is_message(value: Any) -> bool:
@@ -48,7 +83,7 @@ def is_message(value: Any) -> bool:
     return isinstance(value.get("content"), str | list) or ("tool_calls" in value and value.get("content") is None)
 
 
-def assistant(reply: Reply) -> Message:
+def assistant(reply: AssistantTurn) -> Message:
     return {"role": "assistant", "content": reply} if isinstance(reply, str) else {"role": "assistant", **reply}
 
 
@@ -77,22 +112,30 @@ def half_character(value: Any) -> str:
     return ""
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Message], *, ask: bool) -> str:
+def render(tokenizer: Tokenizer, messages: Sequence[Message], *, ask: bool, tools: Tools = ()) -> str:
     """The text of the whole conversation, as the template renders it.
 
     ask: add the generation prompt, ready for a reply. Raises ConfigError, in one sentence, whatever the template raises.
     """
+    given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": ask} | ({"tools": list(tools)} if tools else {})
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask)
+        return tokenizer.apply_chat_template(list(messages), **given)
     except Exception as error:
+        with suppress(Exception):  # some templates take a call's arguments as text
+            if any(message.get("tool_calls") for message in messages):
+                return tokenizer.apply_chat_template([with_arguments(each, _as_json) for each in messages], **given)
         roles = ", ".join(str(m.get("role")) for m in messages)
         why = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"the chat template of {tokenizer.name_or_path!r} refuses roles {roles}: {why}") from None
 
 
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 def marked_spans(tokenizer: Tokenizer, messages: Sequence[Message], text: str) -> list[Span]:
     """Spans between the template's own `{% generation %}` marks in `text`; or []."""
-    template = _source(tokenizer)
+    template = template_source(tokenizer)
     if "endgeneration" not in template:
         return []
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -110,18 +153,20 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     It is the first added token after the reply in a conversation of one turn. Often it is the tokenizer's eos, but not
     for base models that share a chat model's tokenizer: they end turns with one token and documents with another.
     """
-    return _end_of_turn(tokenizer, template) if (template := _source(tokenizer)) else None
+    return _end_of_turn(tokenizer, template) if (template := template_source(tokenizer)) else None
 
 
-def _source(tokenizer: Tokenizer) -> str:
-    """The template in use when no other is named; "" if there is none."""
+def template_source(tokenizer: Tokenizer, tools: Tools = ()) -> str:
+    """The template that is in use, with tools if there are some; "" if there is none."""
     template = tokenizer.chat_template or ""
-    return template if isinstance(template, str) else template.get("default", "")
+    if isinstance(template, str):
+        return template
+    return (template.get("tool_use") if tools else None) or template.get("default", "")
 
 
 @lru_cache(maxsize=16)
 def _end_of_turn(tokenizer: Tokenizer, template: str) -> int | None:
-    assert template == _source(tokenizer)
+    assert template == template_source(tokenizer)
     try:
         text = render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}], ask=False)
     except ConfigError:

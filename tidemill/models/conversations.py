@@ -19,16 +19,18 @@ import numpy as np
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Array, Task
-from tidemill.models.chat_template import Messages, Turn, as_messages, assistant, end_of_turn, half_character, render
+from tidemill.models.chat_template import Messages, Tools, Turn, as_messages, assistant, end_of_turn, half_character, render
 from tidemill.models.reply_spans import Rendering, reply_spans
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.models.turn_renderers import PlainRenderer, Renderer, TemplateRenderer, content_of, first, plain_text
 
 
-def renderer(tokenizer: Tokenizer, most: int | None = None, figures: Counter[str] | None = None) -> Renderer:
-    """The renderer for the tokenizer's template, or a plain one. most, figures: see `Renderer`."""
+def renderer(
+    tokenizer: Tokenizer, most: int | None = None, figures: Counter[str] | None = None, tools: Tools = ()
+) -> Renderer:
+    """The renderer for the tokenizer's template, or a plain one. most, figures, tools: see `Renderer`."""
     kind = TemplateRenderer if tokenizer.chat_template else PlainRenderer
-    return kind(tokenizer, most, figures)
+    return kind(tokenizer, most, figures, tools)
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]]) -> Array:
@@ -41,7 +43,9 @@ def completion_of(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]
     messages = as_messages(prompt)
     if not tokenizer.chat_template:
         return text
-    return content_of(tokenizer, messages, render(tokenizer, messages, ask=True), text, [])
+    return content_of(
+        lambda each, ask: render(tokenizer, each, ask=ask), messages, render(tokenizer, messages, ask=True), text, []
+    )
 
 
 def conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> tuple[Array, Array]:

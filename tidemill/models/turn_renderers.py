@@ -23,25 +23,45 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from tidemill.core.errors import Exceeds
+from tidemill.core.errors import ConfigError, Exceeds
 from tidemill.core.types import Array
-from tidemill.models.chat_template import MARK, Messages, Span, added_texts, added_tokens, assistant, render, text_of
+from tidemill.models.call_syntax import python_call
+from tidemill.models.chat_template import (
+    MARK,
+    Message,
+    Messages,
+    Span,
+    Tools,
+    added_texts,
+    added_tokens,
+    assistant,
+    render,
+    text_of,
+)
 from tidemill.models.reply_spans import Rendering
 from tidemill.models.token_bounds import certainly_exceeds
 from tidemill.models.tokenizer import Tokenizer
+from tidemill.models.tool_calls import takes_tools, told
+
+Rendered = Callable[[Messages, bool], str]
+"""The text of a conversation, with the generation prompt or without."""
 
 
 class Renderer(ABC):
     """Turns one conversation into tokens, turn by turn."""
 
-    def __init__(self, tokenizer: Tokenizer, most: int | None = None, figures: Counter[str] | None = None) -> None:
-        """most: tokens that fit. A text that has more for certain raises Exceeds. figures: to count in, see `figures`."""
-        self._tokenizer, self._most = tokenizer, most
+    def __init__(
+        self, tokenizer: Tokenizer, most: int | None = None, figures: Counter[str] | None = None, tools: Tools = ()
+    ) -> None:
+        """most: tokens that fit. A text that has more for certain raises Exceeds. figures: to count in, see `figures`.
+
+        tools: of the whole conversation."""
+        self._tokenizer, self._most, self.tools = tokenizer, most, tools
         self._ids: list[int] = []  # of the conversation so far
         self.messages: Messages = []  # of the conversation so far, as they were rendered
         self.figures = Counter[str]() if figures is None else figures
@@ -52,12 +72,25 @@ class Renderer(ABC):
         """Tokens of the first turn, ready for the policy's reply. [P] int32"""
 
     @abstractmethod
-    def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array | None:
+    def follow(
+        self,
+        reply: str,
+        stop: int | None,
+        messages: Messages,
+        sampled: Array | None = None,
+        parts: Message | None = None,
+    ) -> Array | None:
         """Tokens to append after the reply, ready for the next one, [n] int32; None if the template rewrites history.
 
         stop: the stop id that ended the reply, if one did. sampled: the reply's tokens, the stop id included; None: the
-        reply was not sampled, and its text is encoded.
+        reply was not sampled, and its text is encoded. parts: the reply as a message with its tool calls apart, for
+        templates that want them so.
         """
+
+    @property
+    @abstractmethod
+    def rendered(self) -> str:
+        """The text of the conversation so far, ready for the policy's reply; "" without a template."""
 
     @abstractmethod
     def whole(self, messages: Messages) -> str:
@@ -67,8 +100,8 @@ class Renderer(ABC):
     def resume(self, messages: Messages, ids: Sequence[int]) -> None:
         """Take up a conversation where it asks for a reply. ids: its tokens."""
 
-    def replied(self, reply: str, messages: Messages) -> Messages:
-        """The conversation with a reply and further messages, as it is to be rendered anew."""
+    def replied(self, reply: str, messages: Messages, parts: Message | None = None) -> Messages:
+        """The conversation with a reply and further messages, as it is to be rendered anew. parts: see `follow`."""
         return [*self.messages, assistant(reply), *messages]
 
     def fork(self, messages: Messages, text: str, kept: Sequence[int]) -> Array:
@@ -196,20 +229,41 @@ class TemplateRenderer(Renderer):
         self.messages, self._sent = messages, self.whole(messages)
         return self._begin(self._sent)
 
+    @property
+    def rendered(self) -> str:
+        """The text of the conversation so far, ready for the policy's reply."""
+        return self._sent
+
     def whole(self, messages: Messages) -> str:
-        return render(self._tokenizer, messages, ask=True)
+        return self._render(messages, True)
 
     def resume(self, messages: Messages, ids: Sequence[int]) -> None:
         self.messages, self._sent, self._ids = messages, self.whole(messages), [*ids]
 
-    def replied(self, reply: str, messages: Messages) -> Messages:
-        return super().replied(content_of(self._tokenizer, self.messages, self._sent, reply, messages), messages)
+    def replied(self, reply: str, messages: Messages, parts: Message | None = None) -> Messages:
+        try:
+            content = content_of(self._render, self.messages, self._sent, reply, messages)
+            found = super().replied(content, messages)
+            if parts:
+                self.whole(found)
+            return found
+        except ConfigError:
+            if not parts:
+                raise
+            return [*self.messages, parts, *messages]
 
-    def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array | None:
+    def follow(
+        self,
+        reply: str,
+        stop: int | None,
+        messages: Messages,
+        sampled: Array | None = None,
+        parts: Message | None = None,
+    ) -> Array | None:
         said = self._said(reply, stop, sampled)
         end = "" if stop is None else self._tokenizer.decode([stop], skip_special_tokens=False)
         found: Tail | None = None
-        for each in self._tails(said, end, messages):
+        for each in self._tails(said, end, messages, parts):
             found = each if found is None or each.exact else found
             if found.exact:
                 break
@@ -219,20 +273,36 @@ class TemplateRenderer(Renderer):
         self.messages, self._sent = found.messages, found.full
         return self._append(found.text)
 
-    def _tails(self, said: list[str], end: str, messages: Messages) -> Iterator[Tail]:
+    def _tails(self, said: list[str], end: str, messages: Messages, parts: Message | None) -> Iterator[Tail]:
         """Possible tails after the reply, one for each message that the reply may have been."""
-        for text in said:
-            for content in self._contents(text, messages):
-                every = [*self.messages, assistant(content), *messages]
-                full = render(self._tokenizer, every, ask=True)
-                if (cut := after_reply(full, self._sent, text, end)) is not None:
-                    yield Tail(cut[0], full, every, cut[1])
+        try:
+            for text in said:
+                for content in self._contents(text, messages):
+                    every = [*self.messages, assistant(content), *messages]
+                    full = self.whole(every)
+                    if (cut := after_reply(full, self._sent, text, end)) is not None:
+                        yield Tail(cut[0], full, every, cut[1])
+        except ConfigError:  # a template may want tool calls apart before their results
+            if not parts:
+                raise
+        if parts and end:
+            before = [*self.messages, parts]
+            closed, full = self._render(before, False), self.whole([*before, *messages])
+            place = closed.rfind(end, len(self._sent)) + len(end)
+            if closed.startswith(self._sent) and place >= len(self._sent) + len(end) and full.startswith(closed[:place]):
+                same = closed[len(self._sent) : place - len(end)] in said
+                yield Tail(full[place:], full, [*before, *messages], same)
 
     def _contents(self, text: str, messages: Messages) -> Iterator[str]:
         yield text
-        content = content_of(self._tokenizer, self.messages, self._sent, text, messages)
+        content = content_of(self._render, self.messages, self._sent, text, messages)
         if content != text:
             yield content
+
+    def _render(self, messages: Messages, ask: bool) -> str:
+        if self.tools and not takes_tools(self._tokenizer):
+            return render(self._tokenizer, told(messages, self.tools), ask=ask)
+        return render(self._tokenizer, messages, ask=ask, tools=self.tools)
 
 
 class PlainRenderer(Renderer):
@@ -242,6 +312,10 @@ class PlainRenderer(Renderer):
         self.messages = messages
         return self._begin(lines(messages), first(self._tokenizer))
 
+    @property
+    def rendered(self) -> str:
+        return ""  # nothing opens a reply
+
     def whole(self, messages: Messages) -> str:
         replies = {place for place, message in enumerate(messages) if message["role"] == "assistant"}
         return self._decode(first(self._tokenizer)) + plain_text(self._tokenizer, messages, replies)[0]
@@ -249,15 +323,22 @@ class PlainRenderer(Renderer):
     def resume(self, messages: Messages, ids: Sequence[int]) -> None:
         self.messages, self._ids = messages, [*ids]
 
-    def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array:
+    def follow(
+        self,
+        reply: str,
+        stop: int | None,
+        messages: Messages,
+        sampled: Array | None = None,
+        parts: Message | None = None,
+    ) -> Array:
         self.messages = self.replied(reply, messages)
         self._said(reply, stop, sampled)
         return self._append(("\n" if stop is None else "") + lines(messages))
 
 
-def content_of(tokenizer: Tokenizer, messages: Messages, sent: str, text: str, after: Messages) -> str:
+def content_of(rendering: Rendered, messages: Messages, sent: str, text: str, after: Messages) -> str:
     """The content that the template renders as `text` after `sent`; the text if there is none."""
-    header, found, _ = render(tokenizer, [*messages, assistant(MARK), *after], ask=bool(after)).partition(MARK)
+    header, found, _ = rendering([*messages, assistant(MARK), *after], bool(after)).partition(MARK)
     if not found:
         return text
     if sent.startswith(header):  # the prompt has opened the reply, as with `<think>`
@@ -266,7 +347,12 @@ def content_of(tokenizer: Tokenizer, messages: Messages, sent: str, text: str, a
 
 
 def lines(messages: Messages) -> str:
-    return "".join(f"{text_of(m)}\n" for m in messages)
+    return "".join(f"{plain(m)}\n" for m in messages)
+
+
+def plain(message: Message) -> str:
+    """A message without a template: its text, or its tool calls as `tool_calls` reads them."""
+    return text_of(message) or "\n".join(map(python_call, message.get("tool_calls") or ()))
 
 
 def plain_text(tokenizer: Tokenizer, messages: Messages, places: set[int]) -> tuple[str, list[Span]]:
@@ -274,7 +360,7 @@ def plain_text(tokenizer: Tokenizer, messages: Messages, places: set[int]) -> tu
     text, spans = "", list[Span]()
     end = tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=False)
     for place, message in enumerate(messages):
-        own = text_of(message) + end if place in places else lines([message])
+        own = plain(message) + end if place in places else lines([message])
         if place in places:
             spans.append((len(text), len(text) + len(own)))
         text += own

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from serving_cases import Running, generate, score
 
+from tidemill.api_formats.vocabulary import BROKEN
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import SamplingParams
 from tidemill.models.conversations import prompt_tokens
-from tidemill.api_formats.vocabulary import BROKEN
 
 
 def complete(running: Running, prompt: Any = "the tide", **more: Any) -> Any:

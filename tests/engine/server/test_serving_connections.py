@@ -14,8 +14,8 @@ from openai import DEFAULT_CONNECTION_LIMITS
 from serving_cases import Running
 from test_serving_deadlines import head, opened
 
-from tidemill.engine.server import connection, request_checks
 from tidemill.api_formats.requests import MAX_BODY
+from tidemill.engine.server import connection, request_checks
 
 MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
 

@@ -266,8 +266,8 @@ def test_refusals_name_their_place(picky: Running) -> None:
 
 
 def test_a_folder_says_how_long_replies_are(chats: Running, tmp_path: Path) -> None:
-    from tidemill.engine.server.service import limit_of
     from tidemill.api_formats.requests import ChatBody
+    from tidemill.engine.server.service import limit_of
 
     body = ChatBody(model="m", messages=HELLO)
     assert limit_of(body, 30_000, 32_768, None) == 4096 and limit_of(body, 900, 1024, None) == 512

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from serving_cases import chat_model, make_engine
 
+from tidemill.api_formats import body_decoding, requests
+from tidemill.api_formats.body_decoding import HERE, LARGE, MOST_PARTS, MOST_VALUES, check_parts, read
+from tidemill.api_formats.requests import MAX_BODY
 from tidemill.core.errors import ApiError
 from tidemill.engine.server import service as service_module
 from tidemill.engine.server.app import make_app
 from tidemill.engine.server.prompts import Prompts
 from tidemill.engine.server.service import Service
-from tidemill.api_formats import body_decoding, requests
-from tidemill.api_formats.body_decoding import HERE, LARGE, MOST_PARTS, MOST_VALUES, check_parts, read
-from tidemill.api_formats.requests import MAX_BODY
 from tidemill.run.storage.model_folder import ModelFolder
 
 pytestmark = pytest.mark.runs

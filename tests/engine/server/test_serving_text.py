@@ -9,10 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from serving_cases import byte_tokenizer
 
-from tidemill.core.types import Finish, SamplingParams
-from tidemill.engine.server.choices import Asked, Assembler
 from tidemill.api_formats.detokenizer import Detokenizer, StopStrings
 from tidemill.api_formats.vocabulary import BROKEN, Vocabulary
+from tidemill.core.types import Finish, SamplingParams
+from tidemill.engine.server.choices import Asked, Assembler
 
 tokenizer = cache(byte_tokenizer)
 vocabulary = cache(lambda: Vocabulary(tokenizer()))

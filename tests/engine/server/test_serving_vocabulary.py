@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tokenizers_of import KINDS, LINES, SPECIAL, tokenizer_of
 
-from tidemill.core.types import Finish, SamplingParams
-from tidemill.engine.server.choices import Asked, Assembler, goes_on
 from tidemill.api_formats.detokenizer import Detokenizer
 from tidemill.api_formats.responses import TextPiece
 from tidemill.api_formats.vocabulary import BROKEN, Vocabulary
+from tidemill.core.types import Finish, SamplingParams
+from tidemill.engine.server.choices import Asked, Assembler, goes_on
 
 TEXTS = ["The mill", " tide", "é€😀 naïve", "\n  x + 1\n", "日本語 café", "a<|tool|>b the", "grains, mill.", "  the", "x"]
 vocabulary_of = cache(lambda kind: Vocabulary(tokenizer_of(kind)))

@@ -20,6 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from tidemill.api_formats.requests import MAX_BODY
+from tidemill.api_formats.responses import error_body
 from tidemill.core.errors import ApiError
 from tidemill.engine.server.prometheus_metrics import CONTENT_TYPE, CountRequests
 from tidemill.engine.server.request_checks import (
@@ -33,8 +35,6 @@ from tidemill.engine.server.request_checks import (
     reply,
 )
 from tidemill.engine.server.service import CheckedRequest, Service
-from tidemill.api_formats.requests import MAX_BODY
-from tidemill.api_formats.responses import error_body
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tidemill.api_formats.detokenizer import Detokenizer, Marks, StopStrings
+from tidemill.api_formats.responses import TextPiece, TokenLogprob
+from tidemill.api_formats.vocabulary import Vocabulary
 from tidemill.core.token_extras import MODEL_LOGPROBS
 from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingParams, Scored
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.native.request_state import Token
 from tidemill.engine.server.prometheus_metrics import Clock
-from tidemill.api_formats.detokenizer import Detokenizer, Marks, StopStrings
-from tidemill.api_formats.responses import TextPiece, TokenLogprob
-from tidemill.api_formats.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

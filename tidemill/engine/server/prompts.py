@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from tidemill.api_formats.requests import ChatInput
 from tidemill.core.errors import ApiError
 from tidemill.engine.server.prompt_reader import Reader
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.api_formats.requests import ChatInput
 
 
 class Prompts:

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidemill.core.errors import ApiError
 from tidemill.api_formats.responses import error_body
+from tidemill.core.errors import ApiError
 
 HEALTH = "/health"
 MOST_TARGET = 8 << 10  # bytes of the path with its query

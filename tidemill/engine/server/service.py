@@ -16,6 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.api_formats.body_decoding import beside
+from tidemill.api_formats.requests import Body, ChatBody, CompletionBody, parse
+from tidemill.api_formats.responses import ChatShape, CompletionShape, TextPiece, Usage
+from tidemill.api_formats.vocabulary import Vocabulary
 from tidemill.core.errors import ApiError
 from tidemill.core.seeding import derive_seed
 from tidemill.core.token_extras import MODEL_LOGPROBS
@@ -27,10 +31,6 @@ from tidemill.engine.server.prompt_reader import Reader
 from tidemill.engine.server.prompts import Prompts
 from tidemill.engine.server.tokenize_routes import TokenRoutes
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.api_formats.body_decoding import beside
-from tidemill.api_formats.requests import Body, ChatBody, CompletionBody, parse
-from tidemill.api_formats.responses import ChatShape, CompletionShape, TextPiece, Usage
-from tidemill.api_formats.vocabulary import Vocabulary
 
 MOST_TOP_K = 1 << 30  # more than any vocabulary, and a machine integer
 REPLY_TOKENS = 4096  # reply tokens of a chat that gives no limit

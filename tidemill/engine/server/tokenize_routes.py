@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tidemill.api_formats.body_decoding import beside, read
+from tidemill.api_formats.requests import DetokenizeBody, TokenizeBody, TokenizeChatBody, parse, validated
 from tidemill.core.errors import ApiError
 from tidemill.engine.server.prompts import Prompts
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.api_formats.body_decoding import beside, read
-from tidemill.api_formats.requests import DetokenizeBody, TokenizeBody, TokenizeChatBody, parse, validated
 
 MOST_TEXT = 1 << 20  # characters of one request
 MOST_TOKENS = 1 << 16  # tokens of one request, or the context if that is more: writing them blocks other requests
