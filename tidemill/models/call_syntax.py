@@ -18,6 +18,8 @@ def _no_number(name: str) -> Any:
 
 
 _JSON = json.JSONDecoder(parse_constant=_no_number)
+_CALLED, _KEYWORD = re.compile(r"\s*([A-Za-z_][\w.]{0,127})\("), re.compile(r"([A-Za-z_]\w{0,127})\s*=\s*")
+_WORD, _QUOTED = re.compile(r"(?:True|False|None)\b"), re.compile(r"'((?:[^'\\]|\\.)*)'", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
 
 
@@ -44,7 +46,9 @@ def xml_calls(text: str, tools: Tools) -> ParsedCalls:
             raise _Unreadable("a call begins with <function=NAME>")
         pairs = _between(inner[head.end() :], "<parameter=", "</parameter>")
         values = [pair.partition(">") for pair in pairs]
-        return _typed(head[1].strip(), {key.strip(): value.strip("\n") for key, _, value in values}, tools)
+        return _typed(
+            head[1].strip(), {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, _, value in values}, tools
+        )
 
     if "<tool_call>" not in text and "<function=" in text:  # as some models leave the outer tag out
         text = text.replace("<function=", "<tool_call><function=").replace("</function>", "</function></tool_call>")
@@ -56,7 +60,7 @@ def glm_calls(text: str, tools: Tools) -> ParsedCalls:
         name, _, rest = inner.partition("<arg_key>")
         pairs = _between("<arg_key>" + rest, "<arg_key>", "</arg_value>") if rest else []
         values = [pair.partition("</arg_key>") for pair in pairs]
-        found = {key.strip(): value.strip().removeprefix("<arg_value>") for key, _, value in values}
+        found = {key.strip(): value.lstrip().removeprefix("<arg_value>") for key, _, value in values}
         return _typed(name.strip(), found, tools)
 
     return _in_tags(text, "<tool_call>", "</tool_call>", read)
@@ -89,10 +93,8 @@ def mistral_calls(text: str, tools: Tools) -> ParsedCalls:
     if not found:
         return ParsedCalls(text, [], [])
     if rest.lstrip().startswith("["):  # up to version 7: a list
-        given = _read_all([rest], lambda inner: _json(inner))
-        entries, faults = given[0][0] if given[0] else [], given[1]
-        calls, more = _read_all(entries if isinstance(entries, list) else [entries], lambda each: _named(each, "arguments"))
-        return ParsedCalls(content, calls, faults + more)
+        calls, faults = _read_all([rest], lambda inner: [_named(each, "arguments") for each in _json(inner)])
+        return ParsedCalls(content, calls, faults)
     calls, faults = _read_all(rest.split("[TOOL_CALLS]"), _mistral_call)
     return ParsedCalls(content, calls, faults)
 
@@ -124,43 +126,77 @@ def llama_calls(text: str, tools: Tools) -> ParsedCalls:
 
 def harmony_parts(text: str) -> tuple[str, ParsedCalls]:
     """(reasoning, the rest) of a reply in gpt-oss' channels."""
-    reasoning, content, inside = list[str](), list[str](), list[Any]()
-    for part in text.split("<|channel|>")[1:]:
+    if "<|message|>" not in text:
+        return "", ParsedCalls(text, [], [])
+    reasoning, content, inside = list[str](), list[str](), list[tuple[str, str]]()
+    for part in text.split("<|start|>"):
         head, _, body = part.partition("<|message|>")
-        body = re.split(r"<\|(?:end|call|return|start)\|>", body, maxsplit=1)[0]
+        body = re.split(r"<\|(?:end|call|return|channel)\|>", body, maxsplit=1)[0]
         if (to := re.search(r"to=(?:functions\.)?([\w.-]+)", head)) is not None:
             inside.append((to[1], body))
         else:
-            (reasoning if head.strip().startswith("analysis") else content).append(body)
+            (reasoning if "<|channel|>analysis" in head else content).append(body)
     calls, faults = _read_all(inside, lambda each: (each[0], _arguments(_json(each[1]))))
-    said = "".join(content) if "<|channel|>" in text else text
-    return "\n".join(reasoning), ParsedCalls(said, calls, faults)
+    return "\n".join(reasoning), ParsedCalls("".join(content), calls, faults)
+
+
+def listed_calls(text: str, tools: Tools) -> ParsedCalls:
+    """Calls in a list as Python writes it, between tags of their own: those of LFM."""
+    return _in_tags(text, "<|tool_call_start|>", "<|tool_call_end|>", lambda inner: _python_list(inner, tools))
+
+
+def _python_list(inner: str, tools: Tools) -> list[tuple[str, str]]:
+    found, place = list[tuple[str, str]](), _skip(inner, 0, " \n[")
+    while place < len(inner) and inner[place] != "]":
+        head = _CALLED.match(inner, place)
+        if head is None:
+            raise _Unreadable(f"{inner[place : place + 20]!r} is no call")
+        values, place = _python_arguments(inner, head.end(), schema_of(head[1], tools) or {})
+        found.append((head[1], _arguments(values)))
+        place = _skip(inner, place, " \n,")
+    return found
 
 
 def python_calls(text: str, tools: Tools) -> ParsedCalls:
     """A call as Python writes it, `add(1, b=2)`, that is the whole reply; only of a tool that there is."""
-    head = re.match(r"\s*([A-Za-z_]\w{0,127})\(", text)
+    head = _CALLED.match(text)
     if head is None or (schema := schema_of(head[1], tools)) is None:
         return ParsedCalls(text, [], [])
-    calls, faults = _read_all([text[head.end() :]], lambda inner: (head[1], _arguments(_python_arguments(inner, schema))))
+
+    def read(inner: str) -> tuple[str, str]:
+        values, place = _python_arguments(inner, head.end(), schema)
+        if inner[place:].strip():
+            raise _Unreadable("something follows it")
+        return head[1], _arguments(values)
+
+    calls, faults = _read_all([text], read)
     return ParsedCalls("", calls, faults)
 
 
-def _python_arguments(inner: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    names, found, place = list(schema.get("parameters", {}).get("properties", {})), dict[str, Any](), 0
-    while (place := _skip(inner, place, " ,")) < len(inner) and inner[place] != ")":
-        keyword = re.compile(r"([A-Za-z_]\w*)\s*=\s*").match(inner, place)
+def _python_arguments(text: str, place: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """(arguments, where the text goes on) of a call behind its bracket."""
+    names, found = list(schema.get("parameters", {}).get("properties", {})), dict[str, Any]()
+    while (place := _skip(text, place, " ,")) < len(text) and text[place] != ")":
+        keyword = _KEYWORD.match(text, place)
         place = keyword.end() if keyword else place
         if not keyword and len(found) >= len(names):
             raise _Unreadable(f"it has more than {len(names)} arguments")
-        try:
-            value, place = _JSON.raw_decode(inner, place)
-        except (ValueError, RecursionError):
-            raise _Unreadable(f"the argument {inner[place : place + 20]!r} is no JSON value") from None
+        value, place = _python_value(text, place)
         found[keyword[1] if keyword else names[len(found)]] = value
-    if inner[place:].rstrip() != ")":
+    if place >= len(text):
         raise _Unreadable("it does not end with a bracket")
-    return found
+    return found, place + 1
+
+
+def _python_value(text: str, place: int) -> tuple[Any, int]:
+    if word := _WORD.match(text, place):
+        return {"True": True, "False": False, "None": None}[word[0]], word.end()
+    if quoted := _QUOTED.match(text, place):
+        return re.sub(r"\\(.)", lambda each: {"n": "\n", "t": "\t"}.get(each[1], each[1]), quoted[1]), quoted.end()
+    try:
+        return _JSON.raw_decode(text, place)
+    except (ValueError, RecursionError):
+        raise _Unreadable(f"the argument {text[place : place + 20]!r} is no value") from None
 
 
 def python_call(call: Any) -> str:
@@ -177,7 +213,7 @@ def schema_of(name: str, tools: Tools) -> Mapping[str, Any] | None:
     return next((each for each in functions if isinstance(each, Mapping) and each.get("name") == name), None)
 
 
-def _in_tags(text: str, begin: str, end: str, read: Callable[[str], tuple[str, str]]) -> ParsedCalls:
+def _in_tags(text: str, begin: str, end: str, read: Callable[[str], Any]) -> ParsedCalls:
     """The calls between tags; what stands outside them is content."""
     outside, inside = list[str](), list[Any]()
     head, *blocks = text.split(begin)
@@ -191,16 +227,17 @@ def _in_tags(text: str, begin: str, end: str, read: Callable[[str], tuple[str, s
 
 
 def _read_all(parts: Sequence[Any], read: Callable[[Any], Any]) -> tuple[list[Any], list[str]]:
-    """(calls, faults) of the parts that hold one call each."""
+    """(calls, faults) of parts that hold a call each, or a list of them."""
     found, faults = list[Any](), list[str]()
     for part in parts:
         try:
             if isinstance(part, _Unreadable):
                 raise part
-            call = read(part)
-            if isinstance(call, tuple) and not _NAME.fullmatch(call[0]):
-                raise _Unreadable(f"{call[0]!r:.60} is no name of a function")
-            found.append(call)
+            read_ones = read(part)
+            calls = read_ones if isinstance(read_ones, list) else [read_ones]
+            if bad := [call[0] for call in calls if not _NAME.fullmatch(call[0])]:
+                raise _Unreadable(f"{bad[0]!r:.60} is no name of a function")
+            found += calls
         except (_Unreadable, RecursionError) as error:
             faults.append(f"a tool call cannot be read: {error!s:.200}")
     return found, faults

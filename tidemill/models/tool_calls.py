@@ -26,6 +26,7 @@ from tidemill.models.call_syntax import (
     harmony_parts,
     hermes_calls,
     kimi_calls,
+    listed_calls,
     llama_calls,
     mistral_calls,
     python_calls,
@@ -38,6 +39,7 @@ THINK, THOUGHT = "<think>", "</think>"
 _FAMILIES: tuple[tuple[str, Callable[[str, Tools], ParsedCalls]], ...] = (  # by what the template has in it, the first wins
     ("<|tool_calls_section_begin|>", kimi_calls),
     ("<｜tool▁calls▁begin｜>", deepseek_calls),
+    ("<|tool_call_start|>", listed_calls),
     ("<arg_key>", glm_calls),
     ("<function=", xml_calls),
     ("<tool_call>", hermes_calls),
@@ -83,8 +85,11 @@ def read_reply(tokenizer: Tokenizer, text: str, tools: Tools, *, opened: bool = 
     reasoning: str | None = None
     if THOUGHT in source:
         reasoning, text = _thought(text, opened)
-    found = _reader(source)(text, tools) if tools else ParsedCalls(text, [], [])
-    return ReplyParts(_without_special(tokenizer, found.content).strip() if tools else found.content, reasoning, *found[1:])
+    if not tools:
+        return ReplyParts(text, reasoning, [], [])
+    read = _reader(source) if takes_tools(tokenizer) or not source else hermes_calls  # as `told` tells it
+    found = read(text, tools) if read is not None else _declared(tokenizer, text, tools)
+    return ReplyParts(_without_special(tokenizer, found.content).strip(), reasoning, *found[1:])
 
 
 def opens_thought(prompt: str) -> bool:
@@ -127,8 +132,9 @@ def _thought(text: str, opened: bool) -> tuple[str, str]:
     before, found, after = text.partition(THOUGHT)
     if found and (opened or before.lstrip().startswith(THINK)):
         return before.lstrip().removeprefix(THINK).strip(), after.lstrip("\n")
-    if not found and (opened or text.lstrip().startswith(THINK)):  # it was cut while it thought
-        return text.lstrip().removeprefix(THINK).strip(), ""
+    if not found and (opened or text.lstrip().startswith(THINK)):  # it was cut, or it called a tool, while it thought
+        thought, call, rest = text.lstrip().removeprefix(THINK).partition("<tool_call>")
+        return thought.strip(), call + rest
     return "", text
 
 
@@ -141,10 +147,27 @@ def _without_special(tokenizer: Tokenizer, text: str) -> str:
 
 
 @lru_cache(maxsize=16)
-def _reader(source: str) -> Callable[[str, Tools], ParsedCalls]:
+def _reader(source: str) -> Callable[[str, Tools], ParsedCalls] | None:
+    """The reader of the template's family; None if it is of none that is known here."""
     if not source:
         return python_calls
-    return next((read for mark, read in _FAMILIES if mark in source), hermes_calls)
+    return next((read for mark, read in _FAMILIES if mark in source), None)
+
+
+def _declared(tokenizer: Tokenizer, text: str, tools: Tools) -> ParsedCalls:
+    """The calls as the tokenizer's own `response_template` finds them; in Hermes' form if it has none."""
+    declared = getattr(tokenizer, "response_template", None)
+    if declared is None:
+        return hermes_calls(text, tools)
+    from transformers.utils.chat_parsing import parse_response
+
+    try:
+        message = parse_response(text, declared, prefix="", tools=[dict(each) for each in tools])
+        calls = [(str(each["function"]["name"]), each["function"]["arguments"]) for each in message.get("tool_calls") or ()]
+        made = [(name, json.dumps(given) if isinstance(given, dict) else str(given)) for name, given in calls]
+        return ParsedCalls(str(message.get("content") or ""), made, [])
+    except Exception as error:  # a template of the model's folder may raise anything
+        return ParsedCalls(text, [], [f"a tool call cannot be read: {type(error).__name__}: {error!s:.200}"])
 
 
 def takes_tools(tokenizer: Tokenizer) -> bool:
@@ -170,12 +193,16 @@ _TOLD = """You may call these functions, one JSON schema a line:
 Write each call as <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>"""
 
 
-def told(messages: Sequence[Message], tools: Tools) -> list[Message]:
-    """A conversation with tools for a template that takes none: they are text of its messages, in Hermes' form."""
+def told(messages: Sequence[Message], tools: Tools, *, system: bool = True) -> list[Message]:
+    """A conversation with tools for a template that takes none: they are text of its messages, in Hermes' form.
+
+    system: the template has that role; else the first message of the user begins with them.
+    """
     schemas = _TOLD.format(schemas="\n".join(json.dumps(each.get("function", each), ensure_ascii=False) for each in tools))
-    first, rest = (messages[0], messages[1:]) if messages and messages[0].get("role") == "system" else ({}, messages)
-    system = {**first, "role": "system", "content": "\n\n".join(filter(None, [text_of(first), schemas]))}
-    return [system, *map(_as_text, rest)]
+    role = "system" if system else "user"
+    first, rest = (messages[0], messages[1:]) if messages and messages[0].get("role") == role else ({}, messages)
+    order = [text_of(first), schemas] if system else [schemas, text_of(first)]
+    return [{**first, "role": role, "content": "\n\n".join(filter(None, order))}, *map(_as_text, rest)]
 
 
 def _as_text(message: Message) -> Message:

@@ -301,7 +301,10 @@ class TemplateRenderer(Renderer):
 
     def _render(self, messages: Messages, ask: bool) -> str:
         if self.tools and not takes_tools(self._tokenizer):
-            return render(self._tokenizer, told(messages, self.tools), ask=ask)
+            try:
+                return render(self._tokenizer, told(messages, self.tools), ask=ask)
+            except ConfigError:  # it has no system's role
+                return render(self._tokenizer, told(messages, self.tools, system=False), ask=ask)
         return render(self._tokenizer, messages, ask=ask, tools=self.tools)
 
 
