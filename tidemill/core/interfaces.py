@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from tidemill.core.reply import Reply
 from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import (
     Array,
@@ -20,7 +21,6 @@ from tidemill.core.types import (
     Metrics,
     Outcome,
     PreparedStep,
-    Reply,
     Sample,
     Scored,
     Task,

@@ -264,5 +264,5 @@ def _numbered(parent: tuple[Row, int] | None, numbers: Mapping[int, int]) -> tup
 
 
 def _key(tools: Tools) -> str:
-    """What tells conversations with other tools apart, which are told so at their beginning."""
+    """The name of some tools, by which conversations are told apart: they are told of them at their beginning."""
     return json.dumps(tools, sort_keys=True, default=str) if tools else ""

@@ -22,6 +22,7 @@ from tidemill.core.attempt_checks import check_row
 from tidemill.core.errors import ContextFull, EpisodeOver, Exceeds, PolicyMismatch
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import Sampler
+from tidemill.core.reply import Reply
 from tidemill.core.seeding import derive_seed
 from tidemill.core.token_extras import TokenExtra, TokenExtras, joined, taken
 from tidemill.core.types import (
@@ -32,7 +33,6 @@ from tidemill.core.types import (
     Finish,
     GenerateRequest,
     Outcome,
-    Reply,
     Said,
     SamplingParams,
     Support,

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from tidemill.core.types import Finish, InfraError, Reply, Score, Task, Trajectory, Unscorable
+from tidemill.core.reply import Reply
+from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
 
 MAX_FRAME = 4 << 20  # bytes per frame of a worker, and so per message to the policy
 

@@ -19,7 +19,7 @@ from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Environment
 from tidemill.core.outcomes import outcome_of
-from tidemill.core.types import Reply
+from tidemill.core.reply import Reply
 from tidemill.envs import episode_protocol as wire
 from tidemill.envs.chat import count_of
 from tidemill.envs.environment import FunctionEnvironment

@@ -50,7 +50,7 @@ _FAMILIES: tuple[tuple[str, Callable[[str, Tools], ParsedCalls]], ...] = (  # by
 
 
 class ReplyParts(NamedTuple):
-    """What a reply says."""
+    """The parts of a reply."""
 
     content: str
     reasoning: str | None  # None: its template has none
