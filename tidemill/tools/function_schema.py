@@ -123,10 +123,10 @@ def _schema(hint: Any, name: str) -> dict[str, Any]:
         return _union(inner, name)
     if origin is list:
         return {"type": "array", "items": _schema(inner[0], name)}
-    if origin is tuple and ... not in inner and len(inner) > 1:
-        return {"type": "array", "prefixItems": [_schema(each, name) for each in inner]}
     if origin is dict:
         return {"type": "object", "additionalProperties": _schema(inner[-1], name)}
+    if origin is tuple and ... not in inner and len(inner) > 1:
+        return {"type": "array", "prefixItems": [_schema(each, name) for each in inner]}
     raise ConfigError(f"tool {name!r}: the type hint {hint!r:.120} has no JSON schema: expected {_KNOWN}")
 
 
