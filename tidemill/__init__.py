@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tidemill.core.interfaces import Chat
     from tidemill.core.types import InfraError, Score, Task, Unscorable
     from tidemill.envs.environment import environment
+    from tidemill.envs.trl_environment import trl_environment
     from tidemill.run.api import Run, train
     from tidemill.tools.function_tool import tool
     from tidemill.tools.tool_set import ToolSet
@@ -28,12 +29,14 @@ __all__ = [
     "environment",
     "tool",
     "train",
+    "trl_environment",
 ]
 
 _HOMES = {
     "Run": "run.api",
     "train": "run.api",
     "environment": "envs.environment",
+    "trl_environment": "envs.trl_environment",
     "tool": "tools.function_tool",
     "ToolSet": "tools.tool_set",
     "ToolUnavailable": "core.errors",

@@ -33,8 +33,10 @@ def function_schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
     sections = _sections(documentation)
     described, hints = _described(sections.get("Args", [])), type_hints(function, name)
     properties, required = dict[str, Any](), list[str]()
-    for parameter in inspect.signature(function).parameters.values():
+    for place, parameter in enumerate(inspect.signature(function).parameters.values()):
         argument = parameter.name
+        if place == 0 and argument in ("self", "cls") and argument not in hints:
+            continue  # of a method that is not bound yet
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(f"tool {name!r} takes {parameter}: expected arguments that are given by name")
         if argument not in hints:

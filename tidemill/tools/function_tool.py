@@ -55,9 +55,7 @@ def tool(function: F | None = None, *, name: str | None = None, limit_s: float |
         if limit_s is not None and not limit_s > 0:
             raise ConfigError(f"tool(limit_s={limit_s!r}): expected seconds, more than 0")
         decorated.__dict__[_MARK] = {"name": name, "limit_s": limit_s}
-        first = next(iter(inspect.signature(decorated).parameters.values()), None)
-        if first is None or first.name not in ("self", "cls"):  # a method is checked when it is bound
-            as_tool(decorated)
+        as_tool(decorated)
         return decorated
 
     return marked if function is None else marked(function)

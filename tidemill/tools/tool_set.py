@@ -18,7 +18,7 @@ from tidemill.core.errors import ConfigError, Overdue, ToolUnavailable
 from tidemill.core.outcomes import clip, plain
 from tidemill.tools.argument_check import arguments_of, arguments_problem
 from tidemill.tools.function_tool import Tool, as_tool
-from tidemill.tools.limited_call import Places, limited_call
+from tidemill.tools.limited_call import OwnThread, Places, limited_call
 
 Fault = Literal["", "malformed", "error", "late"]
 UNKNOWN = "(unknown)"  # the name under which calls of unknown tools are counted
@@ -64,11 +64,13 @@ class ToolSet:
         limit_s: float = 30.0,
         most_output: int = 16_384,
         as_text: Callable[[Any], str] | None = None,
+        thread: OwnThread | None = None,
     ) -> None:
         """tools: functions, methods, `Tool`s, or objects with `schema`. limit_s: seconds that a call may take.
 
         most_output: characters of a result that the policy is shown. as_text: turns a result into text; by default a text
-        stays as it is, and anything else becomes JSON. Raises ConfigError for what is no tool, and for a name that two have.
+        stays as it is, and anything else becomes JSON. thread: makes all blocking calls; a late one is in the way of all
+        others, so it raises ToolUnavailable. Raises ConfigError for what is no tool, and for a name that two have.
         """
         if not limit_s > 0 or most_output < 1:
             raise ConfigError(f"ToolSet(limit_s={limit_s!r}, most_output={most_output!r}): expected numbers above 0")
@@ -78,7 +80,7 @@ class ToolSet:
             names = [each.name for each in found]
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"two tools have the name {twice!r}: give one another name with @tool(name=...)")
-        self._limit_s, self._most, self._as_text = limit_s, most_output, as_text or text_of_result
+        self._limit_s, self._most, self._as_text, self._thread = limit_s, most_output, as_text or text_of_result, thread
         self._places = {id(each.owner): Places(1) for each in found if each.owner is not None}
         self.counts: dict[str, ToolCounts] = {}  # by tool; calls of unknown ones under UNKNOWN
 
@@ -129,10 +131,13 @@ class ToolSet:
         limit_s, place = own.limit_s or self._limit_s, self._places.get(id(own.owner))
         try:
             work = partial(own.function, **own.values_of(arguments))
-            value = await limited_call(work, limit_s, awaits=own.awaits, place=place)
+            value = await limited_call(work, limit_s, awaits=own.awaits, place=place, thread=self._thread)
             return self._shown(self._as_text(value)), ""
         except Overdue:
-            return f"error: {own.name} gave no result within {limit_s:g} s", "late"
+            late = f"{own.name} gave no result within {limit_s:g} s"
+            if self._thread is not None:
+                raise ToolUnavailable(f"tool {late}") from None
+            return f"error: {late}", "late"
         except ToolUnavailable:
             raise
         except Exception as error:  # a user's tool may raise anything
