@@ -206,8 +206,8 @@ def trl_environment(
     """An environment from the arguments that TRL's trainers take by these names.
 
     A reward function is called for each attempt with lists of one: `completions` (messages), `prompts`, `environments`, and
-    the columns. tasks: as in `environment`. limit_s: seconds that each call of the user's code may take. max_turns, max_calls,
-    max_tokens: as in `work`. Raises ConfigError for what TRL would not take, or what has no reward.
+    the columns. tasks: as in `environment`. limit_s: seconds that each call of the user's code may take. Those that begin
+    with max: as in `work`. Raises ConfigError for what TRL would not take, or what has no reward.
     """
     several = isinstance(environment_factory, Mapping)
     factories = dict(environment_factory) if isinstance(environment_factory, Mapping) else {}
