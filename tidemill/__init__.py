@@ -6,19 +6,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tidemill.core.errors import ToolUnavailable
     from tidemill.core.interfaces import Chat
     from tidemill.core.types import InfraError, Score, Task, Unscorable
     from tidemill.envs.environment import environment
+    from tidemill.envs.trl_environment import trl_environment
     from tidemill.run.api import Run, train
+    from tidemill.tools.function_tool import tool
+    from tidemill.tools.tool_set import ToolSet
 
 __version__ = "0.2.0"  # the one place: the package's metadata is made from it
 
-__all__ = ["Chat", "InfraError", "Run", "Score", "Task", "Unscorable", "environment", "train"]
+__all__ = [
+    "Chat",
+    "InfraError",
+    "Run",
+    "Score",
+    "Task",
+    "ToolSet",
+    "ToolUnavailable",
+    "Unscorable",
+    "environment",
+    "tool",
+    "train",
+    "trl_environment",
+]
 
 _HOMES = {
     "Run": "run.api",
     "train": "run.api",
     "environment": "envs.environment",
+    "trl_environment": "envs.trl_environment",
+    "tool": "tools.function_tool",
+    "ToolSet": "tools.tool_set",
+    "ToolUnavailable": "core.errors",
     "Chat": "core.interfaces",
     "InfraError": "core.types",
     "Score": "core.types",

@@ -15,11 +15,11 @@ from virtual_time import run_virtually
 
 from tidemill.controller.device_turns import DeviceTurns
 from tidemill.controller.engine_pool import EnginePool, Member
+from tidemill.core.bounded_await import bounded
 from tidemill.core.errors import EngineFailed, Overdue
 from tidemill.core.interfaces import Capabilities
 from tidemill.core.types import Finish, Group, Score, Task, TrainResult, Trajectory, Version
 from tidemill.core.weight_update import WeightPart, WeightUpdate
-from tidemill.envs.bounded_await import bounded
 
 
 @dataclass

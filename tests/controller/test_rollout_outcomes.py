@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from test_rollout import FakeEngine, FakeEnvironment, ask, roll
 
+from tidemill.core import bounded_await as module
+from tidemill.core.bounded_await import bounded
 from tidemill.core.errors import Overdue
 from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
-from tidemill.envs import bounded_await as module
-from tidemill.envs.bounded_await import bounded
 from tidemill.envs.judge import RewardJudge
 from tidemill.envs.reward_workers.reward_pool import RewardPool
 

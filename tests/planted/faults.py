@@ -634,7 +634,7 @@ FAULTS = [
         "a message without content is taken",
         "    if not messages or not all(is_message(m) for m in messages):",
         "    if not messages:",
-        "envs/test_chat.py envs/test_bounded.py controller/test_attempts_without_a_reply.py",
+        "envs/test_chat.py core/test_bounded.py controller/test_attempts_without_a_reply.py",
     ),
     Fault(
         "a worker may send a message of any form",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tidemill.controller.policy_pools import AnyRoute, Pool
+from tidemill.core.bounded_await import bounded
 from tidemill.core.errors import EnvironmentLost, EpisodeFailed, EpisodeOver, Overdue, WorkerLost
 from tidemill.core.interfaces import Environment, Sampler
 from tidemill.core.outcomes import clip, fitting, outcome_of, outcomes_of
@@ -33,7 +34,6 @@ from tidemill.core.types import (
     Unscorable,
     Version,
 )
-from tidemill.envs.bounded_await import bounded
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.time_breakdown import EPISODE, REWARD

@@ -169,6 +169,10 @@ class WorkerLost(EpisodeFailed):
         self.kind, self.began, self.was_up = kind, began, was_up
 
 
+class ToolUnavailable(EpisodeFailed):
+    """A tool cannot work for a cause outside the policy. Tools raise it; other exceptions of theirs are observations."""
+
+
 class NoWorkers(TidemillError):
     """A pool of workers is closed, or lost one too many. Environments turn it into EnvironmentLost."""
 

@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidemill.core.bounded_await import bounded, bounded_call
 from tidemill.core.errors import ConfigError, NotImportable, Overdue
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Gold
 from tidemill.core.notebook_source.module_writer import reference_for
 from tidemill.core.outcomes import clip, outcome_of, outcomes_of
 from tidemill.core.types import InfraError, Outcome, Task, Trajectory
-from tidemill.envs.bounded_await import bounded, bounded_call
 from tidemill.envs.rewards.gold import Teller, gold_reply, teller_beside
 from tidemill.envs.rewards.named import NAMED, named_reward
 from tidemill.envs.rewards.signature import Signature, group_values, name_of, signature_of, single_values

@@ -15,12 +15,12 @@ from typing import Any
 
 from tidemill.controller.first_cause import first_cause
 from tidemill.controller.run_monitor import Monitor
+from tidemill.core.bounded_await import bounded_call
 from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError, PeerLost, RunFolderGone
 from tidemill.core.interfaces import Environment
 from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Version
-from tidemill.envs.bounded_await import bounded_call
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.curriculum import Curriculum
 from tidemill.envs.environment_mixture import notes_of

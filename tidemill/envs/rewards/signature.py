@@ -2,7 +2,7 @@
 
     (completion, ...)    once per attempt. Names: completion, prompt, task, and every column of the task's data.
     (completions, ...)   once per group, as in TRL. Names: completions, prompts, completion_ids, and every column as a
-                         list. Conversational prompts give conversational completions.
+                         list; `environments` in `trl_environment`. Conversational prompts give conversational completions.
 
 `**kwargs` receives every column and name not listed. A parameter with a default keeps it when nothing has its name. A
 parameter that nothing can fill is an error before anything runs.
@@ -47,7 +47,7 @@ class Signature:
         if beyond := [name for name in missing if name in _TRAINERS]:
             raise ConfigError(
                 f"reward {self.name!r} needs {beyond[0]!r}, which TRL's trainer gives and a reward beside the trainer "
-                "cannot have: give the parameter a default, such as None"
+                "cannot have: give the parameter a default, such as None, or environments to `trl_environment`"
             )
         if missing:
             have = ", ".join(sorted(columns)) or "none"
@@ -75,7 +75,7 @@ def signature_of(function: Callable[..., Any], name: str) -> Signature:
             )
         elif parameter.kind is not parameter.VAR_POSITIONAL:
             (required if parameter.default is parameter.empty else optional).append(parameter.name)
-    group = "completions" in required + optional
+    group = bool({"completions", "environments"} & {*required, *optional})
     if not group and "completion" not in required + optional:
         raise ConfigError(
             f"reward {name!r} takes ({', '.join(required + optional)}): expected a parameter `completion` (called once an "

@@ -48,8 +48,17 @@ async def bounded(work: Coroutine[Any, Any, T], limit_s: float, paused_s: Callab
     return task.result()
 
 
-async def bounded_call(work: Callable[[], T], limit_s: float) -> T:
-    """Call a blocking function in a thread of its own, which goes on by itself after `limit_s` (Overdue)."""
+def _in_new_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="user code", daemon=True).start()
+
+
+async def bounded_call(
+    work: Callable[[], T], limit_s: float, begin: Callable[[Callable[[], None]], None] = _in_new_thread
+) -> T:
+    """Call a blocking function in a thread of its own, which goes on by itself after `limit_s` (Overdue).
+
+    begin: has another thread make the call.
+    """
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # from here on nobody can cancel it
 
@@ -61,7 +70,7 @@ async def bounded_call(work: Callable[[], T], limit_s: float) -> T:
             result.set_exception(error if plain else RuntimeError(f"{type(error).__name__}: {error}"))
 
     waiting = asyncio.wrap_future(result)
-    threading.Thread(target=run, name="user code", daemon=True).start()
+    begin(run)
     try:
         await asyncio.wait({waiting}, timeout=limit_s)
         if not waiting.done():

@@ -6,7 +6,7 @@ import asyncio
 import gc
 from typing import Any
 
-from tidemill.envs.bounded_await import bounded
+from tidemill.core.bounded_await import bounded
 
 
 async def test_what_fails_while_its_waiter_is_cancelled_is_not_complained_of() -> None:
