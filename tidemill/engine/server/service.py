@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from tidemill.api_formats.body_decoding import beside
+from tidemill.api_formats.replies import ChatShape, CompletionShape, TextPiece, Usage
 from tidemill.api_formats.requests import Body, ChatBody, CompletionBody, parse
-from tidemill.api_formats.responses import ChatShape, CompletionShape, TextPiece, Usage
 from tidemill.api_formats.vocabulary import Vocabulary
 from tidemill.core.errors import ApiError
 from tidemill.core.seeding import derive_seed

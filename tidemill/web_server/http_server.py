@@ -1,4 +1,4 @@
-"""The server process: a socket bound before the model is loaded, and uvicorn on it."""
+"""HTTP servers: a socket that is bound first, and uvicorn on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from tidemill.core.errors import ConfigError
-from tidemill.engine.server.connection import HEAD_S, BoundedConnection
+from tidemill.web_server.connection import HEAD_S, BoundedConnection
 
 GRACE_S = 5  # seconds for requests under way when the server stops
 CONNECTIONS = 1024  # open at a time; each may hold a body (`requests.MAX_BODY`)

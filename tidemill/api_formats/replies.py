@@ -12,13 +12,6 @@ from tidemill.api_formats.vocabulary import Vocabulary
 FLOOR = -9999.0  # JSON has no minus infinity
 
 
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The JSON body of an error, in OpenAI's format."""
-    kinds = {401: "authentication_error", 404: "not_found_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """One token of a reply with its logprob and its alternatives."""
