@@ -39,7 +39,7 @@ class StreamShape(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """What a body asks of the chat, and the format of the reply."""
+    """A request to the chat that a body makes, and the format of the reply."""
 
     conversations: list[Messages]  # each gets `n` replies
     shape: Callable[[str, str, int], StreamShape]  # from the model's name, the reply's id and its time

@@ -21,9 +21,10 @@ from tidemill.core.errors import ApiError, ContextFull, EpisodeOver
 from tidemill.core.interfaces import Chat
 from tidemill.core.types import Reply
 from tidemill.gateway.dialects import Messages, ModelCall
-from tidemill.gateway.said_messages import SaidMessages
+from tidemill.gateway.stored_responses import StoredResponses
 
 AT_ONCE = 128  # replies that the chat is asked for at a time; further ones wait
+TURN_S = 600.0  # seconds that a reply may wait for its turn: clients rarely wait longer
 MOST_CALLS = 256  # calls at a time, those that wait included
 LINGER_S = 10.0  # seconds that a call goes on after its client has left: libraries try again within 8
 MOST_KEPT = 16 << 20  # bytes of answered calls that are kept for retries
@@ -52,8 +53,8 @@ class EpisodeCalls:
         self._chat, self._budget = chat, tokens
         self._calls: OrderedDict[tuple[str, str], list[GatewayCall]] = OrderedDict()  # by digest and idempotency key
         self._kept, self._open = 0, 0
-        self._turns = asyncio.Semaphore(AT_ONCE)  # bounded: by the replies before it, and by the end of the episode
-        self._said = SaidMessages()
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._stored = StoredResponses()
         self.over = ""  # why there are no further replies
         self.counts = dict.fromkeys(("calls", "retries", "abandoned", "refused", "faults", "tokens"), 0)
         self.failure: Exception | None = None  # of the chat itself, which is no fault of the agent
@@ -61,7 +62,7 @@ class EpisodeCalls:
 
     def earlier(self, name: str) -> Messages:
         """The conversation that ended with the reply of this id. Raises ApiError."""
-        return self._said.conversation(name)
+        return self._stored.find(name)
 
     def call_of(self, path: str, raw: bytes, asked: ModelCall, headers: Mapping[str, str]) -> GatewayCall:
         """The call that a request makes, or makes again. Raises ApiError when there can be no more."""
@@ -107,10 +108,10 @@ class EpisodeCalls:
     async def closed(self) -> None:
         """Wait until the calls that `close` cancelled have ended."""
         if work := [call.work for call in self._under_way() if call.work is not None]:
-            await asyncio.wait(work)  # bounded: they are cancelled
+            await asyncio.wait(work, timeout=LINGER_S)
 
     def refusal(self, error: Exception) -> ApiError:
-        """What the agent is told when its call has no replies."""
+        """The answer to an agent whose call has no replies."""
         self.counts["refused"] += 1
         if isinstance(error, ApiError):
             return error
@@ -133,8 +134,7 @@ class EpisodeCalls:
         return [call for calls in self._calls.values() for call in calls if call.work and not call.work.done()]
 
     async def _replies(self, asked: ModelCall, call: GatewayCall) -> list[Reply]:
-        conversations = [self._said.restored(messages) for messages in asked.conversations]
-        work = [asyncio.ensure_future(self._reply(each, asked)) for each in conversations for _ in range(asked.n)]
+        work = [asyncio.ensure_future(self._reply(each, asked)) for each in asked.conversations for _ in range(asked.n)]
         try:
             replies = await asyncio.gather(*work)
         except (ValueError, EpisodeOver, ApiError):
@@ -146,17 +146,22 @@ class EpisodeCalls:
         finally:
             for each in work:
                 each.cancel()
-        for reply in replies:
-            self._said.add(reply.message)
-            call.size += len(reply.text)
+        call.size += sum(len(reply.text) for reply in replies)
         if asked.keep:
-            self._said.keep(call.id, [*conversations[0], replies[0].message], call.size)
+            self._stored.keep(call.id, [*asked.conversations[0], replies[0].message], call.size)
         return replies
 
     async def _reply(self, messages: Messages, asked: ModelCall) -> Reply:
-        async with self._turns:
+        try:
+            async with asyncio.timeout(TURN_S):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise ApiError(f"{AT_ONCE} replies were under way for {TURN_S:g} s, and none ended", status=503) from None
+        try:
             self._expect_open()
             reply = await self._chat.complete(messages, tools=asked.tools, max_tokens=asked.limit)
+        finally:
+            self._turns.release()
         self.counts["tokens"] += reply.tokens
         self.counts["faults"] += len(reply.faults)
         return reply

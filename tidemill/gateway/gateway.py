@@ -45,11 +45,10 @@ class Gateway:
         """The chat's exception that is no fault of the agent."""
         return self._calls.failure
 
-    async def failed(self) -> Exception:
-        """Wait for such an exception."""
-        await self._calls.failing.wait()  # bounded: by whoever waits beside it
-        assert self._calls.failure is not None
-        return self._calls.failure
+    @property
+    def failing(self) -> asyncio.Event:
+        """Set when there is such an exception."""
+        return self._calls.failing
 
     @property
     def environment(self) -> dict[str, str]:

@@ -53,7 +53,7 @@ class GatewayServer:
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
-            await asyncio.sleep(0)  # bounded: it listens on a socket that is bound, or ends
+            await asyncio.sleep(0)
 
     async def stop(self) -> None:
         """End the server; replies that are being sent have a moment."""
