@@ -19,11 +19,11 @@ from runtime.echo_worker import Echo
 from sources import dotted, sources
 
 from tidemill.core.errors import ConfigError
-from tidemill.engine.server.server import bind
 from tidemill.ledger import SqliteLedger
 from tidemill.run.recipe import load_recipe
 from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime import local, role_host
+from tidemill.web_server.http_server import bind
 
 # --- the source: nothing in it turns bytes into code ---------------------------------------------------------------------
 

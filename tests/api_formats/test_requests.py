@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from tidemill.api_formats.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, parse
+from tidemill.api_formats.parameters import parse
+from tidemill.api_formats.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody
 from tidemill.core.errors import ApiError
 
 KINDS = {"text": CompletionBody, "chat": ChatBody, "tokenize": TokenizeChatBody, "detokenize": DetokenizeBody}
@@ -64,11 +65,8 @@ def body(kind: str, **given: Any) -> Any:
         ("chat", {"messages": [USER | {"content": 5}]}, f"messages[0].content = 5: {PARTS}"),
         ("chat", {"messages": [USER | {"content": [{"type": "image_url"}]}]}, f"messages[0].content = a list of 1: {PARTS}"),
         ("chat", {"messages": [USER | {"name": 5}]}, "messages[0].name = 5: should be a valid string"),
-        (
-            "chat",
-            {"messages": [USER | {"refusal": None, "tool_calls": [1]}]},
-            "messages[0].tool_calls is not supported",
-        ),
+        ("chat", {"messages": [USER | {"audio": {"id": "a"}}]}, "messages[0].audio is not supported"),
+        ("chat", {"messages": [USER | {"tool_calls": [1]}]}, "messages[0].tool_calls[0] = 1: should be an object"),
         ("tokenize", {"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs.'a b': expected names that the template"),
         ("detokenize", {"tokens": [1, "a"]}, "tokens[1] = 'a': should be a valid integer"),
     ],

@@ -1,28 +1,18 @@
-"""Request bodies as pydantic models, which raise an ApiError for a bad one.
+"""Bodies of OpenAI's completions and chats, and of requests about tokens.
 
-It names the field, the value given and what was expected. An unsupported parameter that would change the reply is refused,
-unless its value changes nothing. Parameters that only concern OpenAI's own bookkeeping are accepted and ignored. A validator
-raises ApiError itself where the fault is not one field's.
+An unsupported parameter that would change the reply is refused, unless its value changes nothing. Parameters that only
+concern OpenAI's own bookkeeping are accepted and ignored.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from tidemill.api_formats.body_decoding import read, short
+from tidemill.api_formats.body_decoding import short
+from tidemill.api_formats.messages import FunctionTool, Message, ToolChoice, check_choice
+from tidemill.api_formats.parameters import FIRST, TEXT_ALONE, Parameters, expected
 from tidemill.core.errors import ApiError
 from tidemill.core.types import MIN_REPETITION, MIN_TEMPERATURE
 
@@ -72,77 +62,21 @@ UNCHANGING: dict[str, list[Any]] = {  # unsupported parameters, with the values 
     "guided_grammar": [],
     "verbosity": ["medium"],
 }
-OF_CHATS: dict[str, list[Any]] = {"echo": [False], "add_special_tokens": [False]}
+TOOLS = ("tools", "tool_choice")
+OF_CHATS = {key: values for key, values in UNCHANGING.items() if key not in TOOLS}
+OF_CHATS |= {"echo": [False], "add_special_tokens": [False]}
 OWN_NAMES = ("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding", "truncation")
 OWN_NAMES += ("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
 
 
-class Parameters(BaseModel):
-    """Base of all bodies and their parts. A null, or an unknown parameter that is empty, counts as not given."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, given: Any) -> Any:
-        """The known parameters, and the first unknown one: describing thousands takes time."""
-        if not isinstance(given, dict):
-            return given
-        extra = next(
-            (key for key, value in given.items() if key not in cls.model_fields and value not in (None, "", [])), None
-        )
-        return {key: given[key] for key in (extra, *cls.model_fields) if given.get(key) is not None}
-
-
-def _expected(what: str) -> WrapValidator:
-    """One sentence in place of the errors of each type that a field may have."""
-
-    def check(given: Any, validate: Callable[[Any], Any]) -> Any:
-        try:
-            return validate(given)
-        except ValidationError:
-            raise ValueError(f"expected {what}") from None
-
-    return WrapValidator(check)
-
-
-TEXT_ALONE = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
 ROW_ALONE = BeforeValidator(lambda given: [given] if isinstance(given, list) and given and type(given[0]) is int else given)
-FIRST = Field(min_length=1, fail_fast=True)  # the first fault is enough: describing thousands takes time
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Prompts = Annotated[
     Annotated[list[str], FIRST] | Annotated[list[Annotated[list[int], FIRST]], FIRST],
     TEXT_ALONE,
     ROW_ALONE,
-    _expected("a text, a list of texts, a list of token ids, or a list of lists of token ids"),
+    expected("a text, a list of texts, a list of token ids, or a list of lists of token ids"),
 ]
-
-
-class TextPart(Parameters):
-    """A part of a message's content. Other fields than these are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Parameters):
-    """A message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | Annotated[list[TextPart], FIRST], _expected("a text, or a list of parts of type 'text'")]
-    name: str = ""
-    type: Any = None  # "message", as some clients write
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-    @property
-    def plain(self) -> dict[str, str]:
-        """The message as a chat template takes it."""
-        return {"role": self.role, "content": self.text} | ({"name": self.name} if self.name else {})
 
 
 class StreamOptions(Parameters):
@@ -170,7 +104,7 @@ class Body(Parameters):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, ge=MIN_REPETITION, le=1 / MIN_REPETITION)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default={})
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -248,9 +182,11 @@ class ChatInput(Parameters):
     """Input of the chat template: messages and options."""
 
     messages: Annotated[list[Message], FIRST]
+    tools: list[FunctionTool] = Field(default=[], fail_fast=True)
+    tool_choice: ToolChoice = "auto"
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default={})
 
     @model_validator(mode="after")
     def _of_template(self) -> Self:
@@ -262,7 +198,13 @@ class ChatInput(Parameters):
                 "continue_final_message was given with add_generation_prompt: set add_generation_prompt to false",
                 param="continue_final_message",
             )
+        check_choice(self.tool_choice, self.tools)
         return self
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model is shown, as chat templates take them."""
+        return [] if self.tool_choice == "none" else [tool.plain for tool in self.tools]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -273,7 +215,7 @@ class ChatInput(Parameters):
 class ChatBody(ChatInput, Body):
     """Body of `/v1/chat/completions`."""
 
-    unchanging: ClassVar[dict[str, list[Any]]] = UNCHANGING | OF_CHATS
+    unchanging: ClassVar[dict[str, list[Any]]] = OF_CHATS
 
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -320,38 +262,3 @@ class DetokenizeBody(Parameters):
 
     model: str | None = None
     tokens: list[int] = Field(fail_fast=True)
-
-
-P = TypeVar("P", bound=Parameters)
-
-
-def parse(kind: type[P], raw: bytes) -> P:
-    """Decode and check a body. Raises ApiError."""
-    return validated(kind, read(raw))
-
-
-def validated(kind: type[P], tree: dict[str, Any]) -> P:
-    """Check a decoded body. Raises ApiError for its first fault."""
-    try:
-        return kind.model_validate(tree)
-    except ValidationError as error:
-        raise _refusal(kind, error) from None
-
-
-def _refusal(kind: type[Parameters], error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False)[0]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
-    param = str(first["loc"][0])[:100] if first["loc"] else None
-    match first["type"]:
-        case "extra_forbidden" if len(first["loc"]) > 1:
-            return ApiError(f"{short(where)[1:-1]} is not supported by this server: leave it out", param=param)
-        case "extra_forbidden":
-            near = difflib.get_close_matches(where, kind.model_fields, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-            return ApiError(f"unknown parameter {short(where)}: {hint}", param=param)
-        case "missing":
-            return ApiError(f"{where!r} is required and was not given", param=param)
-        case "model_type":
-            return ApiError(f"{where} = {short(first['input'])}: should be an object", param=param)
-    message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    return ApiError(f"{where} = {short(first['input'])}: {message}", param=param)

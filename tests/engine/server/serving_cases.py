@@ -18,13 +18,13 @@ from tidemill.core.types import Completion, GenerateRequest, SamplingParams, Sco
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.server.app import make_app
-from tidemill.engine.server.server import HttpServer, address_of, bind
 from tidemill.engine.server.service import Service
 from tidemill.models.architecture import Architecture
 from tidemill.models.hf_weights import empty_decoder, load_folder, save_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.tokenizer import byte_tokenizer as bytewise
 from tidemill.run.storage.model_folder import ModelFolder
+from tidemill.web_server.http_server import HttpServer, address_of, bind
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz \n"
 CONTEXT = 2048

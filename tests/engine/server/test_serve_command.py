@@ -26,7 +26,7 @@ from tidemill.cli.commands import serve as serving
 from tidemill.cli.commands.serve import key_of, serve, served_name
 from tidemill.cli.main import app
 from tidemill.core.errors import ConfigError
-from tidemill.engine.server import server
+from tidemill.web_server import http_server
 
 pytestmark = pytest.mark.runs
 
@@ -164,7 +164,7 @@ def test_there_are_no_more_connections_than_descriptors(limits, most, after, mon
     now = [limits]
     monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: now.append(pair))
-    assert (server.connections(), now[-1]) == (most, after)
+    assert (http_server.connections(), now[-1]) == (most, after)
 
 
 def test_names() -> None:

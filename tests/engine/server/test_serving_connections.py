@@ -15,7 +15,7 @@ from serving_cases import Running
 from test_serving_deadlines import head, opened
 
 from tidemill.api_formats.requests import MAX_BODY
-from tidemill.engine.server import connection, request_checks
+from tidemill.web_server import connection, request_checks
 
 MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
 

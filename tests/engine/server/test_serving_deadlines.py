@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 from serving_cases import Running
 
-from tidemill.engine.server import app, connection
+from tidemill.web_server import connection, exchange
 
 
 def opened(running: Running) -> socket.socket:
@@ -56,7 +56,7 @@ def test_a_head_in_the_second_request_of_a_connection_has_one_too(chats: Running
 
 
 def test_a_body_has_a_deadline(chats: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_S", 0.2)
+    monkeypatch.setattr(exchange, "BODY_S", 0.2)
     with opened(chats) as client:
         client.sendall(head("completions", 100) + b'{"model"')
         answer = b""

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from serving_cases import Running
 
 from tidemill.core.errors import ConfigError
-from tidemill.engine.server import app
-from tidemill.engine.server.server import address_of, bind
+from tidemill.web_server import exchange
+from tidemill.web_server.http_server import address_of, bind
 
 pytestmark = pytest.mark.runs
 
@@ -123,7 +123,7 @@ def test_bodies_that_are_no_object(chats: Running, raw: bytes) -> None:
 
 
 def test_a_body_is_bounded(chats: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MAX_BODY", 1 << 10)
+    monkeypatch.setattr(exchange, "MAX_BODY", 1 << 10)
     body = json.dumps({"model": chats.name, "prompt": "a" * 2000}).encode()
     for content in (body, iter([body[:600], body[600:]])):  # its length announced, and in chunks
         response = post(chats, "completions", content=content)

@@ -11,7 +11,7 @@ import pytest
 from tokenizers_of import KINDS, LINES, SPECIAL, tokenizer_of
 
 from tidemill.api_formats.detokenizer import Detokenizer
-from tidemill.api_formats.responses import TextPiece
+from tidemill.api_formats.replies import TextPiece
 from tidemill.api_formats.vocabulary import BROKEN, Vocabulary
 from tidemill.core.types import Finish, SamplingParams
 from tidemill.engine.server.choices import Asked, Assembler, goes_on

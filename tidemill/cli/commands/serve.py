@@ -33,7 +33,7 @@ def serve(
         )
     settings = build(EngineSettings, {"dtype": dtype, "context": context})
     folder = model_of(model)
-    from tidemill.engine.server.server import bind
+    from tidemill.web_server.http_server import bind
 
     share_one_arena()
     sock = bind(host, port, api_key=api_key)  # first, so that a port in use is found before minutes of loading
@@ -53,11 +53,11 @@ async def _serve(
 
     from tidemill.engine.native.native_engine import NativeEngine
     from tidemill.engine.server.app import make_app
-    from tidemill.engine.server.server import HttpServer, address_of
     from tidemill.engine.server.service import Service
     from tidemill.models.hf_weights import load_folder
     from tidemill.models.tokenizer import generation_config
     from tidemill.run.storage.model_folder import ModelFolder
+    from tidemill.web_server.http_server import HttpServer, address_of
 
     if threads is not None:
         torch.set_num_threads(threads)

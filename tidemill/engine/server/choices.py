@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tidemill.api_formats.detokenizer import Detokenizer, Marks, StopStrings
-from tidemill.api_formats.responses import TextPiece, TokenLogprob
+from tidemill.api_formats.replies import TextPiece, TokenLogprob
 from tidemill.api_formats.vocabulary import Vocabulary
 from tidemill.core.token_extras import MODEL_LOGPROBS
 from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingParams, Scored

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from tidemill.api_formats.body_decoding import beside
-from tidemill.api_formats.requests import Body, ChatBody, CompletionBody, parse
-from tidemill.api_formats.responses import ChatShape, CompletionShape, TextPiece, Usage
+from tidemill.api_formats.parameters import parse
+from tidemill.api_formats.replies import ChatShape, CompletionShape, TextPiece, Usage
+from tidemill.api_formats.requests import Body, ChatBody, CompletionBody
 from tidemill.api_formats.vocabulary import Vocabulary
 from tidemill.core.errors import ApiError
 from tidemill.core.seeding import derive_seed
@@ -151,9 +152,11 @@ class Service:
         async with aclosing(self._merged(prepared)) as pieces:
             async for index, piece in pieces:
                 usage.completion_tokens += piece.sampled
-                yield shape.chunk(index, piece) | last
+                for event in shape.chunks(index, piece):
+                    yield event | last
         if prepared.include_usage:
-            yield shape.closing(usage)
+            for event in shape.closing(usage):
+                yield event
 
     async def _merged(self, prepared: CheckedRequest) -> AsyncGenerator[tuple[int, TextPiece], None]:
         """Pieces of all choices as they come.

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tidemill.api_formats.body_decoding import beside, read
-from tidemill.api_formats.requests import DetokenizeBody, TokenizeBody, TokenizeChatBody, parse, validated
+from tidemill.api_formats.parameters import parse, validated
+from tidemill.api_formats.requests import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from tidemill.core.errors import ApiError
 from tidemill.engine.server.prompts import Prompts
 from tidemill.models.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""The server process: a socket bound before the model is loaded, and uvicorn on it."""
+"""HTTP servers: a socket that is bound first, and uvicorn on it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import errno
 import ipaddress
 import resource
 import socket
+from typing import Literal
 
 import uvicorn
 from starlette.applications import Starlette
 
 from tidemill.core.errors import ConfigError
-from tidemill.engine.server.connection import HEAD_S, BoundedConnection
+from tidemill.web_server.connection import HEAD_S, BoundedConnection
 
 GRACE_S = 5  # seconds for requests under way when the server stops
 CONNECTIONS = 1024  # open at a time; each may hold a body (`requests.MAX_BODY`)
@@ -57,14 +58,14 @@ def connections() -> int:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that prints `announcement` when it listens."""
+    """uvicorn with bounded connections. It prints `announcement`, if there is one, when it listens."""
 
-    def __init__(self, app: Starlette, announcement: str) -> None:
+    def __init__(self, app: Starlette, announcement: str, *, lifespan: Literal["on", "off"] = "on") -> None:
         config = uvicorn.Config(
             app,
             http=BoundedConnection,
             ws="none",
-            lifespan="on",
+            lifespan=lifespan,
             log_level="warning",
             access_log=False,
             limit_concurrency=connections() + 1,
@@ -77,7 +78,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started:
+        if self.started and self._announcement:
             print(self._announcement, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Replies in OpenAI's format: choices, stream chunks, logprobs, usage, and token ids as in vLLM."""
+"""Replies of OpenAI's completions and chats: choices, stream chunks, logprobs, usage, and token ids as in vLLM."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from typing import Any
 from tidemill.api_formats.vocabulary import Vocabulary
 
 FLOOR = -9999.0  # JSON has no minus infinity
-
-
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The JSON body of an error, in OpenAI's format."""
-    kinds = {401: "authentication_error", 404: "not_found_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +34,17 @@ class TextPiece:
     finish: str | None = None
     sampled: int = 0
     ids: list[int] = field(default_factory=list)  # token ids of its sampled tokens
+    message: dict[str, Any] | None = None  # in one piece with the whole text: the assistant's message that it was read as
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls of tools in the message, in OpenAI's form."""
+        return [] if self.message is None else self.message.get("tool_calls") or []
+
+    @property
+    def reasoning(self) -> str:
+        """The model's thoughts before the message's content."""
+        return "" if self.message is None else self.message.get("reasoning_content") or ""
 
     def shifted(self, by: int) -> TextPiece:
         """The piece with its offsets moved by `by` characters, the length of text before the reply."""
@@ -54,10 +58,13 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int = 0
+    cached_tokens: int | None = None  # of the prompt, found in the prefix cache; None: not known
 
-    def body(self) -> dict[str, int]:
+    def body(self) -> dict[str, Any]:
         total = self.prompt_tokens + self.completion_tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+        told = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+        known = self.cached_tokens is not None
+        return told | ({"prompt_tokens_details": {"cached_tokens": self.cached_tokens}} if known else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +72,8 @@ class ReplyShape:
     """Format of the reply to one request: model, names of tokens, requested extras."""
 
     model: str
-    vocabulary: Vocabulary
-    logprobs: bool  # logprobs were requested
+    vocabulary: Vocabulary | None = None  # names tokens where logprobs were requested
+    logprobs: bool = False
     prompts: list[list[int]] | None = None  # token ids of each choice's prompt, if they were requested
     numbered: bool = False  # tokens are named by their ids
     id: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -77,6 +84,7 @@ class ReplyShape:
         return head | {"choices": choices} | more
 
     def name(self, token: int, at: TokenLogprob) -> str:
+        assert self.vocabulary is not None, "logprobs name tokens"
         return f"token_id:{token}" if self.numbered else self.vocabulary.name(token, at.first)
 
 
@@ -92,11 +100,11 @@ class CompletionShape(ReplyShape):
             return []
         return [self.envelope("text_completion", "cmpl", [self._choice(index, TextPiece("")) | self._prompt(index)])]
 
-    def chunk(self, index: int, piece: TextPiece) -> dict[str, Any]:
-        return self.envelope("text_completion", "cmpl", [self._choice(index, piece)])
+    def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
+        return [self.envelope("text_completion", "cmpl", [self._choice(index, piece)])]
 
-    def closing(self, usage: Usage) -> dict[str, Any]:
-        return self.envelope("text_completion", "cmpl", [], usage=usage.body())
+    def closing(self, usage: Usage) -> list[dict[str, Any]]:
+        return [self.envelope("text_completion", "cmpl", [], usage=usage.body())]
 
     def _prompt(self, index: int) -> dict[str, Any]:
         return {} if self.prompts is None else {"prompt_token_ids": self.prompts[index]}
@@ -130,7 +138,11 @@ class ChatShape(ReplyShape):
     def reply(self, pieces: list[TextPiece], usage: Usage) -> dict[str, Any]:
         choices = []
         for i, piece in enumerate(pieces):
-            message = {"role": "assistant", "content": piece.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+            if calls := piece.calls:
+                message |= {"content": piece.text or None, "tool_calls": calls}
+            if thoughts := piece.reasoning:
+                message["reasoning_content"] = thoughts
             choices.append({"index": i, "message": message, **self._end(piece)})
         return self.envelope("chat.completion", "chatcmpl", choices, usage=usage.body(), **self._prompt())
 
@@ -138,12 +150,23 @@ class ChatShape(ReplyShape):
         first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [self._envelope([first], **({} if index else self._prompt()))]
 
-    def chunk(self, index: int, piece: TextPiece) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text else {}
-        return self._envelope([{"index": index, "delta": delta, **self._end(piece)}])
+    def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
+        before = [{"reasoning_content": piece.reasoning}] if piece.reasoning else []
+        for i, call in enumerate(piece.calls):
+            begun = call["function"] | {"arguments": ""}
+            before.append({"tool_calls": [{"index": i, **call, "function": begun}]})
+            before.append({"tool_calls": [{"index": i, "function": {"arguments": call["function"]["arguments"]}}]})
+        if piece.calls and piece.text:
+            before.insert(1 if piece.reasoning else 0, {"content": piece.text})
+        last = {"content": piece.text} if piece.text and not piece.calls else {}
+        open_ = {"logprobs": None, "finish_reason": None}
+        return [
+            *(self._envelope([{"index": index, "delta": delta, **open_}]) for delta in before),
+            self._envelope([{"index": index, "delta": last, **self._end(piece)}]),
+        ]
 
-    def closing(self, usage: Usage) -> dict[str, Any]:
-        return self._envelope([], usage=usage.body())
+    def closing(self, usage: Usage) -> list[dict[str, Any]]:
+        return [self._envelope([], usage=usage.body())]
 
     def _prompt(self) -> dict[str, Any]:
         return {} if self.prompts is None else {"prompt_token_ids": self.prompts[0]}
@@ -161,9 +184,11 @@ class ChatShape(ReplyShape):
                 entries.append(self._entry(t, t.token, t.logprob) | {"bytes": list(t.data), "top_logprobs": top})
             logprobs = {"content": entries, "refusal": None}
         ids = {} if self.prompts is None else {"token_ids": piece.ids}
-        return {"logprobs": logprobs, "finish_reason": piece.finish} | ids
+        finish = "tool_calls" if piece.calls and piece.finish == "stop" else piece.finish
+        return {"logprobs": logprobs, "finish_reason": finish} | ids
 
     def _entry(self, at: TokenLogprob, token: int, logprob: float) -> dict[str, Any]:
         """Entry of a token at the place of `at`. Its `bytes` are none for a special token that is not shown."""
+        assert self.vocabulary is not None, "logprobs name tokens"
         data = self.vocabulary.data(token, at.first, at.shown)
         return {"token": self.name(token, at), "logprob": max(logprob, FLOOR), "bytes": list(data)}

@@ -4,8 +4,8 @@
     TAKE: something was sent that the client has not taken yet        otherwise the application answers, within its limits
 
 uvicorn waits for ever in the first three, so any client that reaches the port could hold connections, and work that is done
-for them, without a key. The body's deadline is the application's (`app.BODY_S`), which can still answer. A client that is
-late is disconnected; its request ends like that of a client that left.
+for them, without a key. The body's deadline is the application's (`exchange.BODY_S`), which can still answer. A client that
+is late is disconnected; its request ends like that of a client that left.
 """
 
 from __future__ import annotations

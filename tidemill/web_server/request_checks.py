@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidemill.api_formats.responses import error_body
+from tidemill.api_formats.error_bodies import error_body
 from tidemill.core.errors import ApiError
 
 HEALTH = "/health"
@@ -40,8 +40,9 @@ def reply(value: dict[str, Any], status: int = 200, **headers: str) -> Response:
     return Response(encoded(value), status, headers, media_type="application/json")
 
 
-def refusal(error: ApiError) -> Response:
-    return reply(error_body(str(error), error.status, error.param, error.code), error.status)
+def refusal(path: str, error: ApiError, **headers: str) -> Response:
+    """The reply that refuses a request to this path."""
+    return reply(error_body(path, error), error.status, **headers)
 
 
 def check_head(scope: Scope) -> Response | None:
@@ -61,16 +62,25 @@ def check_head(scope: Scope) -> Response | None:
         message = "a body has either Content-Length or, from HTTP/1.1 on, Transfer-Encoding: give one of them"
     else:
         return None
-    return reply(error_body(message, status), status, connection="close")
+    return refusal(scope["path"], ApiError(message, status=status), connection="close")
 
 
 def check_key(scope: Scope, key: str) -> Response | None:
     """Refuse a request without the API key, except for the health check. The duration tells nothing about the key."""
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    if scope["path"] == HEALTH or hmac.compare_digest(given, b"Bearer " + key.encode()):
+    if scope["path"] == HEALTH or hmac.compare_digest(given_key(scope), key.encode()):
         return None
-    message = "no valid API key: send it as 'Authorization: Bearer KEY'"
-    return refusal(ApiError(message, status=401, code="invalid_api_key"))
+    message = "no valid API key: send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'"
+    return refusal(scope["path"], ApiError(message, status=401, code="invalid_api_key"))
+
+
+def given_key(scope: Scope) -> bytes:
+    """The API key that a request came with, as clients of OpenAI's or of Anthropic's API send it; empty for none."""
+    for name, value in scope["headers"]:
+        if name == b"authorization" and value.startswith(b"Bearer "):
+            return value.removeprefix(b"Bearer ")
+        if name == b"x-api-key":
+            return value
+    return b""
 
 
 def check_origin(scope: Scope) -> Response | None:
@@ -83,7 +93,7 @@ def check_origin(scope: Scope) -> Response | None:
     for name, url in ((b"host", f"//{given.get(b'host', '')}"), (b"origin", given.get(b"origin"))):
         if url is not None and not _names_loopback(url):
             message = f"{name.decode()} {given.get(name, '')[:100]!r} is not this machine: serve with --api-key"
-            return reply(error_body(message, 403), 403)
+            return refusal(scope["path"], ApiError(message, status=403))
     return None
 
 

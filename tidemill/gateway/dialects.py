@@ -1,0 +1,114 @@
+"""Request bodies of the APIs that an agent may speak, as calls of a chat.
+
+The recipe decides how the policy is sampled: parameters such as temperature and seed are accepted from an agent and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from tidemill.api_formats.body_decoding import read
+from tidemill.api_formats.parameters import validated
+from tidemill.api_formats.replies import ChatShape, CompletionShape, TextPiece, Usage
+from tidemill.api_formats.requests import Body, ChatBody, CompletionBody
+from tidemill.core.errors import ApiError
+from tidemill.core.types import Finish, Reply
+
+IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty")
+IMPOSED += ("logit_bias", "min_tokens", "reasoning_effort", "verbosity", "prediction")  # by the recipe: ignored
+UNKNOWN_HERE = ("logprobs", "top_logprobs", "echo", "return_token_ids", "return_tokens_as_token_ids", "stop_token_ids")
+UNKNOWN_HERE += ("ignore_eos", "skip_special_tokens", "add_special_tokens", "chat_template_kwargs", "add_generation_prompt")
+UNKNOWN_HERE += ("continue_final_message",)  # of tokens and templates, which an agent does not see
+
+B = TypeVar("B", bound=Body)
+Messages = list[dict[str, Any]]
+Earlier = Callable[[str], Messages]
+"""The conversation that ended with the reply of this id. Raises ApiError."""
+
+
+class StreamShape(Protocol):
+    """Format of a reply of one API, whole or as events."""
+
+    def reply(self, pieces: list[TextPiece], usage: Usage) -> dict[str, Any]: ...
+    def opening(self, index: int) -> list[dict[str, Any]]: ...
+    def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]: ...
+    def closing(self, usage: Usage) -> list[dict[str, Any]]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """A request to the chat that a body makes, and the format of the reply."""
+
+    conversations: list[Messages]  # each gets `n` replies
+    shape: Callable[[str, str, int], StreamShape]  # from the model's name, the reply's id and its time
+    tools: Sequence[Mapping[str, Any]] = ()
+    limit: int | None = None  # tokens of a reply
+    stops: tuple[str, ...] = ()
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False  # with the events of a stream
+    as_text: bool = False  # the reply is its text alone
+    keep: bool = False  # the conversation may be gone on from by the reply's id
+
+
+def read_chat(raw: bytes, earlier: Earlier) -> ModelCall:
+    """A call of `/v1/chat/completions`. Raises ApiError."""
+    body = _body(ChatBody, raw)
+    return ModelCall(
+        conversations=[[message.plain for message in body.messages]],
+        shape=lambda model, name, created: ChatShape(model, id=name, created=created),
+        tools=body.offered,
+        limit=body.limit,
+        stops=tuple(body.stop),
+        n=body.n,
+        stream=body.stream,
+        include_usage=body.include_usage,
+    )
+
+
+def read_completion(raw: bytes, earlier: Earlier) -> ModelCall:
+    """A call of `/v1/completions`: each prompt is a conversation of one message of the user. Raises ApiError."""
+    body = _body(CompletionBody, raw)
+    if not all(isinstance(prompt, str) for prompt in body.prompt):
+        raise ApiError("prompt is of token ids: expected a text, or a list of texts", param="prompt")
+    return ModelCall(
+        conversations=[[{"role": "user", "content": prompt}] for prompt in body.prompt],
+        shape=lambda model, name, created: CompletionShape(model, id=name, created=created),
+        limit=body.max_tokens,
+        stops=tuple(body.stop),
+        n=body.n,
+        stream=body.stream,
+        include_usage=body.include_usage,
+        as_text=True,
+    )
+
+
+DIALECTS: dict[str, Callable[[bytes, Earlier], ModelCall]] = {
+    "/v1/chat/completions": read_chat,
+    "/v1/completions": read_completion,
+}
+
+
+def _body(kind: type[B], raw: bytes) -> B:
+    tree = read(raw)
+    body = validated(kind, {key: value for key, value in tree.items() if key not in IMPOSED})
+    for key in UNKNOWN_HERE:
+        if (field := kind.model_fields.get(key)) is not None and getattr(body, key) != field.get_default():
+            raise ApiError(f"{key} is not available to an agent: leave it out", param=key)
+    return body
+
+
+def piece_of(reply: Reply, call: ModelCall) -> TextPiece:
+    """A reply as one piece of text, cut before the first stop string.
+
+    The rest was sampled, and belongs to the record.
+    """
+    message = None if call.as_text else reply.message
+    text = reply.text if message is None else message.get("content") or ""
+    finish = "stop" if reply.finish is Finish.STOP else "length"
+    if found := [text.index(stop) for stop in call.stops if stop in text]:
+        text, finish = text[: min(found)], "stop"
+        message = None if message is None else {**message, "content": text, "tool_calls": []}
+    return TextPiece(text, finish=finish, sampled=reply.tokens, message=message)
