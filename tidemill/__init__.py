@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tidemill.core.chat_interface import Chat
     from tidemill.core.errors import ToolUnavailable
-    from tidemill.core.interfaces import Chat
     from tidemill.core.types import InfraError, Score, Task, Unscorable
     from tidemill.envs.environment import environment
     from tidemill.envs.trl_environment import trl_environment
@@ -40,7 +40,7 @@ _HOMES = {
     "tool": "tools.function_tool",
     "ToolSet": "tools.tool_set",
     "ToolUnavailable": "core.errors",
-    "Chat": "core.interfaces",
+    "Chat": "core.chat_interface",
     "InfraError": "core.types",
     "Score": "core.types",
     "Task": "core.types",

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scripted_engine import CHATML, FORGETS, TRIMS, ScriptedEngine, chat_tokenizer, says
 
+from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver
-from tidemill.core.interfaces import Chat
 from tidemill.core.seeding import derive_seed
 from tidemill.core.serialization import decode, encode
 from tidemill.core.types import Finish, SamplingParams, Score, Task, Trajectory

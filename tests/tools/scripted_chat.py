@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tidemill.core.errors import ContextFull
-from tidemill.core.types import Finish, Reply
+from tidemill.core.reply import Reply
+from tidemill.core.types import Finish
 
 
 def call(name: Any, arguments: Any = None, number: int = 0) -> dict[str, Any]:

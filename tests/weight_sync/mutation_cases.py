@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from tidemill.controller.engine_pool import EnginePool, Member, PoolPublisher
+from tidemill.core.chat_interface import Chat
 from tidemill.core.config import build
 from tidemill.core.errors import PolicyMismatch, TransferFailed
-from tidemill.core.interfaces import Capabilities, Chat
+from tidemill.core.interfaces import Capabilities
 from tidemill.core.types import LossSpec, Outcome, Sample, Score, Task, Trajectory, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.native.engine_settings import EngineSettings

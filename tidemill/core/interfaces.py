@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from tidemill.core.reply import Reply
+from tidemill.core.chat_interface import Chat
 from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import (
     Array,
@@ -193,45 +193,6 @@ class Trainer(Protocol):
 class Progressing(Protocol):
     def progress(self) -> float:
         """Work done so far, in any unit that only grows. It tells a slow process from a stuck one."""
-        ...
-
-
-class Chat(Protocol):
-    """One seat's conversation with the policy. It owns template, tokens, logprobs, versions and masks."""
-
-    async def reply(
-        self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
-    ) -> str:
-        """Add `message` (a user turn, or several messages), sample the policy's answer and return its text.
-
-        message: a text, or messages with `role`, `content` and whatever else the chat template reads. last: that no further
-        one will be asked for, so that engines need not remember this one; one that is asked for all the same is only
-        slower."""
-        ...
-
-    async def complete(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        max_tokens: int | None = None,
-        last: bool = False,
-    ) -> Reply:
-        """Sample the policy's answer to a whole conversation, as chat completions do.
-
-        A conversation that begins with a recorded one goes on in it; any other one, of a history that was rewritten or
-        begun anew, becomes a branch of the attempt. All replies are trained with the attempt's outcome, each token once.
-        Several may be under way at a time. tools: JSON schemas of the tools that the policy is told of, as chat completions
-        take them. Raises ValueError when the last message is the policy's own reply.
-        """
-        ...
-
-    async def ask(self, policy: str, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> str:
-        """Ask a frozen policy of the run in a conversation of its own, and return its reply.
-
-        It is sampled as the episode's replies are, greedily in an evaluation. Nothing of it is recorded in the trajectory or
-        trained. Raises ValueError for a policy that the run does not serve, or that it trains.
-        """
         ...
 
 

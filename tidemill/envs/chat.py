@@ -39,6 +39,7 @@ from tidemill.core.types import (
     Trajectory,
     Version,
 )
+from tidemill.envs.agent_chat import AgentChat
 from tidemill.envs.attempt_tree import AttemptTree, Node, RecordedRow, ReplyRequest
 from tidemill.envs.frozen_policies import FrozenPolicies, reply_text
 from tidemill.models.chat_template import Messages, as_messages
@@ -56,7 +57,7 @@ def rollout_seeds(run_seed: int, group: int, sample: int) -> Callable[[int], int
     return lambda turn: derive_seed(run_seed, "rollout", group, sample, 0, turn)  # 0: the only seat
 
 
-class EpisodeChat:
+class EpisodeChat(AgentChat):
     """The chat of one episode, one reply at a time, with its record (implements `interfaces.Chat`)."""
 
     def __init__(

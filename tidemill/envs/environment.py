@@ -14,8 +14,9 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, overload
 
+from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import ConfigError, ContextFull
-from tidemill.core.interfaces import Chat, Checkable, Gold
+from tidemill.core.interfaces import Checkable, Gold
 from tidemill.core.outcomes import outcome_of
 from tidemill.core.types import InfraError, Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.judge import Judge

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from tidemill.core.interfaces import Chat, Environment, Gold
+from tidemill.core.chat_interface import Chat
+from tidemill.core.interfaces import Environment, Gold
 from tidemill.core.types import Outcome, Task, Trajectory
 from tidemill.envs.curriculum import turns
 from tidemill.envs.environment import SingleTurn, gold_of, is_grouped

@@ -21,6 +21,7 @@ from tidemill.core.interfaces import Environment
 from tidemill.core.outcomes import outcome_of
 from tidemill.core.reply import Reply
 from tidemill.envs import episode_protocol as wire
+from tidemill.envs.agent_chat import AgentChat
 from tidemill.envs.chat import count_of
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.tasks import DEEPEST
@@ -32,7 +33,7 @@ ROLE = "environment"  # name of this process in fault injection
 _REFUSALS = {kind.__name__: kind for kind in (ConfigError, ValueError)}
 
 
-class RemoteChat:
+class RemoteChat(AgentChat):
     """Chat of one episode in a worker: it forwards every reply to the controller's chat."""
 
     def __init__(self, channel: Channel) -> None:

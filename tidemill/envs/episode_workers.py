@@ -12,8 +12,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import CodecError, EnvironmentLost, EpisodeOver, NotImportable, NoWorkers
-from tidemill.core.interfaces import Chat, Environment, Gold
+from tidemill.core.interfaces import Environment, Gold
 from tidemill.core.notebook_source.module_writer import reference_for
 from tidemill.core.types import Outcome, Task, Trajectory
 from tidemill.envs import episode_protocol as wire

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 
-from tidemill.core.interfaces import Chat
+from tidemill.core.chat_interface import Chat
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import Score, Task
 from tidemill.envs.environment import FunctionEnvironment

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import ConfigError, EpisodeFailed, Overdue
-from tidemill.core.interfaces import Chat
 from tidemill.core.outcomes import clip, outcome_of, outcomes_of
+from tidemill.core.reply import Worked
 from tidemill.core.types import InfraError, Outcome, Task
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.python_tasks import TaskSource
@@ -33,7 +34,7 @@ from tidemill.tools.function_schema import function_schema
 from tidemill.tools.function_tool import as_tool, tools_of
 from tidemill.tools.limited_call import OwnThread, limited_call
 from tidemill.tools.tool_set import ToolSet
-from tidemill.tools.work_loop import Worked, work
+from tidemill.tools.work_loop import work
 
 Factory = Callable[[], Any]
 _NO_TOOLS = ("reset", "get_reward")  # public methods of TRL's environments that are no tools

@@ -14,7 +14,8 @@ from tidemill.api_formats.parameters import validated
 from tidemill.api_formats.replies import ChatShape, CompletionShape, TextPiece, Usage
 from tidemill.api_formats.requests import Body, ChatBody, CompletionBody
 from tidemill.core.errors import ApiError
-from tidemill.core.types import Finish, Reply
+from tidemill.core.reply import Reply
+from tidemill.core.types import Finish
 
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty")
 IMPOSED += ("logit_bias", "min_tokens", "reasoning_effort", "verbosity", "prediction")  # by the recipe: ignored

@@ -17,9 +17,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import ApiError, ContextFull, EpisodeOver
-from tidemill.core.interfaces import Chat
-from tidemill.core.types import Reply
+from tidemill.core.reply import Reply
 from tidemill.gateway.dialects import Messages, ModelCall
 from tidemill.gateway.stored_responses import StoredResponses
 

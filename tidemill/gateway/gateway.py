@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import ConfigError
-from tidemill.core.interfaces import Chat
 
 if TYPE_CHECKING:
     from tidemill.gateway.episode_calls import EpisodeCalls
@@ -38,7 +38,7 @@ class Gateway:
     @property
     def counts(self) -> dict[str, int]:
         """Calls; retries that got an earlier answer; calls that were abandoned; refused ones; faulty calls; tokens."""
-        return dict(self._calls.counts)
+        return {str(name): count for name, count in self._calls.counts.items()}
 
     @property
     def failure(self) -> Exception | None:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from tidemill.api_formats.body_decoding import beside
 from tidemill.api_formats.replies import TextPiece, Usage
 from tidemill.core.errors import ApiError
-from tidemill.core.types import Reply
+from tidemill.core.reply import Reply
 from tidemill.gateway.dialects import DIALECTS, ModelCall, StreamShape, piece_of
 from tidemill.gateway.episode_calls import EpisodeCalls
 from tidemill.web_server.exchange import LEFT, EventStream, body_of, failed, http_error, refused, while_connected

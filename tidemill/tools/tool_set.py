@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from tidemill.core.errors import ConfigError, Overdue, ToolUnavailable
 from tidemill.core.outcomes import clip, plain
+from tidemill.core.reply import Fault, ToolResult
 from tidemill.tools.argument_check import arguments_of, arguments_problem
 from tidemill.tools.function_tool import Tool, as_tool
 from tidemill.tools.limited_call import OwnThread, Places, limited_call
 
-Fault = Literal["", "malformed", "error", "late"]
 UNKNOWN = "(unknown)"  # the name under which calls of unknown tools are counted
 _NAME = 64  # characters of a name that the model wrote
 
@@ -34,24 +34,6 @@ class ToolCounts:
     errors: int = 0  # calls in which the tool raised an exception
     late: int = 0  # calls that did not end within their limit
     seconds: float = 0.0  # of all calls together
-
-
-@dataclass(frozen=True, slots=True)
-class ToolResult:
-    """The result of one call, as the policy reads it."""
-
-    name: str
-    content: str
-    call_id: str = ""
-    fault: Fault = ""
-    seconds: float = 0.0
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The message that goes on with the conversation."""
-        named = {"tool_call_id": self.call_id} if self.call_id else {}
-        named |= {"name": self.name} if self.name else {}
-        return {"role": "tool", **named, "content": self.content}
 
 
 class ToolSet:

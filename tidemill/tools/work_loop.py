@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import ContextFull
-from tidemill.core.interfaces import Chat
-from tidemill.core.types import Finish, Reply
+from tidemill.core.reply import ToolResult, Worked
+from tidemill.core.types import Finish
 from tidemill.models.chat_template import as_messages
-from tidemill.tools.tool_set import ToolResult, ToolSet
-
-Ended = Literal["answer", "max_turns", "max_calls", "context"]
-
-
-@dataclass(slots=True)
-class Worked:
-    """An agent's work: its last reply, the whole conversation, and each call's result."""
-
-    reply: Reply
-    messages: list[dict[str, Any]]  # all of them, the last reply's included
-    results: list[ToolResult] = field(default_factory=list)
-    ended: Ended = "answer"  # "answer": the last reply calls no tool; else the limit that was reached
-
-    @property
-    def text(self) -> str:
-        """The answer: the last reply's content, without reasoning and calls."""
-        content = self.reply.message.get("content")
-        return content if isinstance(content, str) else ""
+from tidemill.tools.tool_set import ToolSet
 
 
 async def work(
