@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 
-from tidemill.core.types import Finish, Reply
+from tidemill.core.reply import Reply
+from tidemill.core.types import Finish
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {
