@@ -1,4 +1,7 @@
-"""inspect-ai's ReAct agent with a tool, on a task of one sample: python inspect_agent.py"""
+"""inspect-ai's ReAct agent with a tool, on a task of one sample: python inspect_agent.py
+
+It first asks for a greeting, to see whether there is a responses API: a conversation of its own.
+"""
 
 import tempfile
 
@@ -26,5 +29,5 @@ def add():
 task = Task(dataset=[Sample(input="17 + 25?", target="42")], solver=react(tools=[add()]), scorer=includes())
 with tempfile.TemporaryDirectory() as logs:
     (log,) = eval(task, model="openai/policy", display="none", log_dir=logs)
-assert log.status == "success", log.error
-print(log.samples[0].output.completion)
+    assert log.status == "success", log.error
+    print(log.samples[0].output.completion)

@@ -129,3 +129,14 @@ async def test_a_client_that_leaves_reasoning_out_goes_on_in_its_row() -> None:
             history += [sent, heard]
     (row,) = chat.rows()
     assert row.turns == 3
+
+
+@pytest.mark.parametrize(
+    ("shown", "role"),
+    [("{{ m.role }}", "developer"), ("{{ m.role if m.role != 'developer' else raise_exception('no') }}", "system")],
+)
+async def test_a_developer_is_the_system_where_the_template_has_none(shown: str, role: str) -> None:
+    tokenizer = chat_tokenizer(HERMES.replace("{{ m.role }}", shown))
+    chat, engine = chat_of(tokenizer, "yes")
+    await chat.complete([{"role": "developer", "content": "be kind"}, {"role": "user", "content": "a"}])
+    assert tokenizer.decode(engine.prompts[0].tolist()).startswith(f"<|im_start|>{role}\nbe kind<|im_end|>")

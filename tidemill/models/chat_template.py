@@ -115,8 +115,10 @@ def half_character(value: Any) -> str:
 def render(tokenizer: Tokenizer, messages: Sequence[Message], *, ask: bool, tools: Tools = ()) -> str:
     """The text of the whole conversation, as the template renders it.
 
-    ask: add the generation prompt, ready for a reply. Raises ConfigError, in one sentence, whatever the template raises.
+    ask: add the generation prompt, ready for a reply. If the template has no developer role, its messages become the
+    system's. Raises ConfigError, in one sentence, whatever the template raises.
     """
+    messages = with_known_roles(tokenizer, messages)
     given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": ask} | ({"tools": list(tools)} if tools else {})
     try:
         return tokenizer.apply_chat_template(list(messages), **given)
@@ -127,6 +129,25 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], *, ask: bool, tool
         roles = ", ".join(str(m.get("role")) for m in messages)
         why = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"the chat template of {tokenizer.name_or_path!r} refuses roles {roles}: {why}") from None
+
+
+def with_known_roles(tokenizer: Tokenizer, messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages, those of developers as the system's if the template leaves that role out or refuses it."""
+    if not any(message.get("role") == "developer" for message in messages):
+        return messages
+    if not tokenizer.chat_template or _knows_developers(tokenizer, template_source(tokenizer)):
+        return messages
+    return [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+
+
+@lru_cache(maxsize=16)
+def _knows_developers(tokenizer: Tokenizer, template: str) -> bool:
+    assert template == template_source(tokenizer)
+    probe = [{"role": "developer", "content": MARK}, {"role": "user", "content": "a"}]
+    try:
+        return MARK in tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True)
+    except Exception:  # the template does not take that role
+        return False
 
 
 def _as_json(arguments: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ S = TypeVar("S", bound=Config)
 TABLES = ("env", "algorithm", "trainer", "policies")
 DATA = ("data", "eval_data")  # keys of an environment of rows
 ADAPTERS = ("frozen", "start")  # keys of a policy, or an adapter
+COMMAND = "command"  # of an agent's environment
 MOST_TOLD = 5  # differences that the error names
 MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "profile", "record", "scoring", "supervise"})
 """Keys that may differ when a run is resumed. Any other would change the meaning of the recorded steps."""
@@ -81,6 +83,8 @@ def _walk(value: Any, change: Callable[[str, bool], str], key: str = "") -> Any:
             return {name: _walk(each, change, str(name)) for name, each in value.items()}
         case list():
             return [_walk(each, change, key) for each in value]
+        case str() if key == COMMAND:
+            return _command(value, change)
         case str() if ".py:" in value:
             place, _, name = value.rpartition(":")
             return f"{change(place, True)}:{name}" if place.endswith(".py") else value
@@ -91,6 +95,16 @@ def _walk(value: Any, change: Callable[[str, bool], str], key: str = "") -> Any:
                 return str(replace(recorded, run=Path(change(str(recorded.run), False))))
             return change(value, False)
     return value
+
+
+def _command(value: str, change: Callable[[str, bool], str]) -> str:
+    """A command with the places of its Python files."""
+    try:
+        words = shlex.split(value)
+    except ValueError:  # the environment says what is wrong with it
+        return value
+    placed = [change(word, False) if word.endswith(".py") else word for word in words]
+    return value if placed == words else shlex.join(placed)
 
 
 def check_same_run(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -27,6 +27,7 @@ import psutil
 from tidemill.core import serialization
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Array
+from tidemill.models.chat_template import with_known_roles
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.token_bounds import Reach, reach_of
 from tidemill.models.tokenizer import Tokenizer, load_tokenizer
@@ -35,7 +36,6 @@ from tidemill.runtime.workers.worker_setup import Channel
 
 MOST_REPLY = 64 << 20  # bytes
 MEMORY_MB = 1024  # memory that one request may take
-_PROBE = "qzxprobexzq"  # a text that no template writes by itself
 GROWN_MB = 16  # a fork that has grown by more is not used again
 
 
@@ -174,9 +174,7 @@ def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], opt
 
 def rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
     """The text of a chat. If the template has no developer role, its messages become the system's."""
-    given = [dict(message) for message in messages]
-    if any(message["role"] == "developer" for message in given) and not _knows_developers(tokenizer):
-        given = [message | {"role": "system"} if message["role"] == "developer" else message for message in given]
+    given = [*with_known_roles(tokenizer, [dict(message) for message in messages])]
     try:
         return _render(tokenizer, given, options)
     except jinja2.TemplateError as error:
@@ -184,15 +182,6 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], option
         raise ValueError(f"the chat template refuses roles {roles:.200}: {error!s:.500}") from None
     except Exception as error:  # a template may raise anything: it is a program that came with the model
         raise ValueError(f"the chat template failed: {type(error).__name__}: {error!s:.500}") from None
-
-
-@lru_cache(maxsize=4)
-def _knows_developers(tokenizer: Tokenizer) -> bool:
-    try:
-        probe = [{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}]
-        return _PROBE in _render(tokenizer, probe, {})
-    except Exception:  # the template does not take that role
-        return False
 
 
 def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
