@@ -184,5 +184,5 @@ async def test_a_failing_engine_ends_the_episode_and_not_by_the_agents_fault(cha
         async with serve_chat(chat) as model, AsyncOpenAI(base_url=model.url, api_key=model.key, timeout=60) as client:
             with pytest.raises(openai.InternalServerError, match="burns"):
                 await client.chat.completions.create(model="m", messages=HELLO)
-            assert model.failing.is_set() and str(model.failure) == "the engine burns"
+            assert model.failing.done() and str(model.failure) == "the engine burns"
     assert len(chat.asked) == 1  # a library does not try again

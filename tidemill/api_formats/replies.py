@@ -151,7 +151,7 @@ class ChatShape(ReplyShape):
         return [self._envelope([first], **({} if index else self._prompt()))]
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
-        before = [{"reasoning_content": piece.reasoning}] if piece.reasoning else []
+        before: list[dict[str, Any]] = [{"reasoning_content": piece.reasoning}] if piece.reasoning else []
         for i, call in enumerate(piece.calls):
             begun = call["function"] | {"arguments": ""}
             before.append({"tool_calls": [{"index": i, **call, "function": begun}]})

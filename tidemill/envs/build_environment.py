@@ -9,9 +9,17 @@ from typing import Any
 from tidemill.core.errors import ConfigError
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Environment
+from tidemill.envs.agent_environment import AgentEnvironment
 from tidemill.envs.environment import FunctionEnvironment, SingleTurn
 from tidemill.envs.environment_mixture import Several
-from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSettings, ReasoningGymSettings, RowsSettings
+from tidemill.envs.environment_settings import (
+    AgentSettings,
+    AnyEnv,
+    GuessSettings,
+    PythonSettings,
+    ReasoningGymSettings,
+    RowsSettings,
+)
 from tidemill.envs.guess import guess_game
 from tidemill.envs.python_tasks import TaskSource, splits_of
 from tidemill.envs.reasoning_gym import reasoning_gym
@@ -35,6 +43,8 @@ def make_environment(settings: AnyEnv | tuple[AnyEnv, ...], pool: RewardPool) ->
             return _checked(guess_game(settings))
         case PythonSettings():
             return _from_file(settings, pool)
+        case AgentSettings():
+            return AgentEnvironment(settings, pool)
 
 
 def reward_environment(

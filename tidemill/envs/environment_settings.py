@@ -194,6 +194,31 @@ class PythonSettings(OneOf):
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
+class AgentSettings(OneOf):
+    """A program that plays by HTTP: it finds the policy at an address that speaks OpenAI's and Anthropic's API."""
+
+    kind: Literal["agent"] = Field(default="agent", description=KIND)
+    command: str = Field(description="Command that plays an episode, run without a shell. python: the present interpreter")
+    lifetime: Literal["episode", "run"] = Field(
+        default="episode",
+        description="How long a process of the command lives: an episode, or as long as its worker, for many at a time",
+    )
+    limit_s: FiniteFloat = Field(
+        default=300.0, gt=0, description="Seconds that the command may take for an episode. A late one is unscorable"
+    )
+    data: str = Field(description="Tasks: rows as of kind rows, or FILE.py:NAME, a list of rows or a function of the split")
+    eval_data: str = Field(default="", description="Held-out rows. Empty: eval_share of data")
+    eval_share: float = Field(default=0.1, gt=0, lt=1, description=EVAL_SHARE)
+    reward: Names = Field(default="", description="Reward, as of kind rows. Empty: the command itself tells the score")
+    reward_weights: tuple[FiniteFloat, ...] = Field(default=(), description=WEIGHTS)
+    reward_options: dict[str, Any] = Field(default={}, description="Further arguments of the reward, as of kind rows")
+
+    @model_validator(mode="after")
+    def _weighed(self) -> AgentSettings:
+        check_weights("reward", self.reward, self.reward_weights)
+        return self
+
+
 class EnvironmentWorkers(Config):
     """Worker processes that play the episodes of a user's environment."""
 
@@ -229,7 +254,7 @@ class ScoringSettings(Config):
         return self.model_dump(include={"workers", "limit_s", "memory_mb"})
 
 
-AnyEnv = ReasoningGymSettings | RowsSettings | GuessSettings | PythonSettings
+AnyEnv = ReasoningGymSettings | RowsSettings | GuessSettings | PythonSettings | AgentSettings
 RESERVED = ("mean",)  # reward/mean is the metric over all environments
 KINDS = {kind.model_fields["kind"].default: kind for kind in get_args(AnyEnv)}
 

@@ -18,6 +18,7 @@ from tidemill.core.interfaces import Environment, Gold
 from tidemill.core.notebook_source.module_writer import reference_for
 from tidemill.core.types import Outcome, Task, Trajectory
 from tidemill.envs import episode_protocol as wire
+from tidemill.envs.agent_environment import AgentEnvironment
 from tidemill.envs.environment import FunctionEnvironment, SingleTurn, gold_of, is_grouped
 from tidemill.envs.environment_mixture import Several
 from tidemill.envs.environment_settings import AnyEnv, EnvironmentWorkers, PythonSettings
@@ -153,6 +154,10 @@ def in_workers(
         return Several(moved, environment.weights)
     if isinstance(environment, SingleTurn) or settings.workers == 0:
         return environment
+    if isinstance(environment, AgentEnvironment):
+        from tidemill.envs.agent_workers import AgentWorkers  # here: its base stands above
+
+        return AgentWorkers(environment, settings, lost)
     why = "an object lives in one process"
     if isinstance(environment, FunctionEnvironment) and not isinstance(written, PythonSettings):
         if settings.workers is None and environment.function.__module__.split(".")[0] == "tidemill":

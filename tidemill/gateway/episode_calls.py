@@ -56,9 +56,9 @@ class EpisodeCalls:
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._stored = StoredResponses()
         self.over = ""  # why there are no further replies
-        self.counts = dict.fromkeys(("calls", "retries", "abandoned", "refused", "faults", "tokens"), 0)
+        self.counts: dict[str, int] = dict.fromkeys(("calls", "retries", "abandoned", "refused", "faults", "tokens"), 0)
         self.failure: Exception | None = None  # of the chat itself, which is no fault of the agent
-        self.failing = asyncio.Event()
+        self.failing: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when there is one
 
     def earlier(self, name: str) -> Messages:
         """The conversation that ended with the reply of this id. Raises ApiError."""
@@ -140,8 +140,9 @@ class EpisodeCalls:
         except (ValueError, EpisodeOver, ApiError):
             raise
         except Exception as error:  # from the engine, or from the way to it
-            self.failure = self.failure or error
-            self.failing.set()
+            if self.failure is None:
+                self.failure = error
+                self.failing.set_result(None)
             raise
         finally:
             for each in work:

@@ -46,8 +46,8 @@ class Gateway:
         return self._calls.failure
 
     @property
-    def failing(self) -> asyncio.Event:
-        """Set when there is such an exception."""
+    def failing(self) -> asyncio.Future[None]:
+        """Done when there is such an exception."""
         return self._calls.failing
 
     @property

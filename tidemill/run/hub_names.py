@@ -8,7 +8,7 @@ from typing import Any
 
 from tidemill.core.atomic_files import write_json
 from tidemill.core.hub import Kind, fetch, is_name
-from tidemill.envs.environment_settings import AnyEnv, PythonSettings, RowsSettings, environments_of
+from tidemill.envs.environment_settings import AgentSettings, AnyEnv, PythonSettings, RowsSettings, environments_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.run_files import read_json
 
@@ -46,7 +46,7 @@ def fetched(
 
 
 def _with_data(env: AnyEnv, folder: Callable[[str, Kind], str]) -> AnyEnv:
-    if not isinstance(env, RowsSettings | PythonSettings):
+    if not isinstance(env, RowsSettings | PythonSettings | AgentSettings) or ".py:" in env.data:
         return env
     names: Mapping[str, str] = {"data": env.data, "eval_data": env.eval_data}
     return env.model_copy(update={key: folder(name, "dataset") for key, name in names.items() if name})

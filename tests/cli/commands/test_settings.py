@@ -93,7 +93,9 @@ def test_type_default_and_description_of_a_key():
     assert said["trainer.max_grad_norm"].what == "Norm to which gradients are clipped. 0: not clipped"
     assert said["env.binary"].what == "Give 1 for the full score and 0 for less: partial scores can be gamed"
     assert said["env.binary"].kinds == ("reasoning_gym",) and said["env.binary"].default == "false"
-    assert said["env.kind"].takes == '"reasoning_gym" | "rows" | "guess" | "python"' and said["env.kind"].kinds == ()
+    assert (
+        said["env.kind"].takes == '"reasoning_gym" | "rows" | "guess" | "python" | "agent"' and said["env.kind"].kinds == ()
+    )
     assert said["model"].default is None and said["engine.kv_memory_mb"].takes == "a whole number or none"
     assert said["trainer.betas"].default == "[0.9, 0.999]"
 

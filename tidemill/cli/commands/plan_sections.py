@@ -17,7 +17,7 @@ from tidemill.core.hub import shown
 from tidemill.core.import_object import load_object
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
 from tidemill.engine.native.engine_settings import EngineSettings
-from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSettings, environments_of
+from tidemill.envs.environment_settings import AgentSettings, AnyEnv, GuessSettings, PythonSettings, environments_of
 from tidemill.models.architecture import Architecture, parameters
 from tidemill.run.build_controller import make_algorithm
 from tidemill.run.planner.device_plan import DevicePlan, given_in, in_a_row
@@ -327,6 +327,8 @@ def replies_of(env: AnyEnv) -> int | None:
     """Replies of one attempt; None if a conversation asks as often as it likes."""
     if isinstance(env, PythonSettings):
         return None if hasattr(load_object(env.paths[0]), "run") else 1  # a reward function is asked about one reply
+    if isinstance(env, AgentSettings):
+        return None
     return env.turns if isinstance(env, GuessSettings) else 1
 
 

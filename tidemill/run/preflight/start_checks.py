@@ -15,7 +15,7 @@ from tidemill.core.hardware import allow_files, usable_cores
 from tidemill.core.hub import shown
 from tidemill.envs.curriculum import Curriculum, task_order
 from tidemill.envs.environment_mixture import parts_of
-from tidemill.envs.environment_settings import EnvSettings, PythonSettings, RowsSettings, environments_of
+from tidemill.envs.environment_settings import AgentSettings, EnvSettings, PythonSettings, RowsSettings, environments_of
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.conversations import check_prompts
 from tidemill.run.preflight.probe_process import Preparation
@@ -169,7 +169,7 @@ async def audit_rewards(session: Session) -> None:
 
 def judging_code(env: EnvSettings) -> dict[str, str]:
     """Digest of every FILE.py that the recipe's environments and rewards name, by its path."""
-    users = [each for each in environments_of(env) if isinstance(each, PythonSettings | RowsSettings)]
+    users = [each for each in environments_of(env) if isinstance(each, PythonSettings | RowsSettings | AgentSettings)]
     named = [each.path if isinstance(each, PythonSettings) else each.reward for each in users]
     references = [name for names in named for name in ([names] if isinstance(names, str) else names)]
     files = [Path(reference.rpartition(":")[0]) for reference in references if ".py:" in reference]
