@@ -24,7 +24,8 @@ def error_body(path: str, error: ApiError) -> dict[str, Any]:
     status, usual = error.status, "invalid_request_error"
     if path.startswith(MESSAGES):
         kind = _ANTHROPIC.get(status, usual if status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+        full = error.code == "context_length_exceeded"  # by these words, clients know that they should compact
+        return {"type": "error", "error": {"type": kind, "message": f"prompt is too long: {error}" if full else str(error)}}
     kind = _OPENAI.get(status, usual if status < 500 else "server_error")
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 

@@ -34,6 +34,7 @@ class TextPiece:
     finish: str | None = None
     sampled: int = 0
     ids: list[int] = field(default_factory=list)  # token ids of its sampled tokens
+    stop: str | None = None  # the stop string before which it was cut
     message: dict[str, Any] | None = None  # in one piece with the whole text: the assistant's message that it was read as
 
     @property
@@ -95,7 +96,7 @@ class CompletionShape(ReplyShape):
         choices = [self._choice(i, piece) | self._prompt(i) for i, piece in enumerate(pieces)]
         return self.envelope("text_completion", "cmpl", choices, usage=usage.body())
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, index: int, usage: Usage) -> list[dict[str, Any]]:
         if self.prompts is None:
             return []
         return [self.envelope("text_completion", "cmpl", [self._choice(index, TextPiece("")) | self._prompt(index)])]
@@ -146,7 +147,7 @@ class ChatShape(ReplyShape):
             choices.append({"index": i, "message": message, **self._end(piece)})
         return self.envelope("chat.completion", "chatcmpl", choices, usage=usage.body(), **self._prompt())
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, index: int, usage: Usage) -> list[dict[str, Any]]:
         first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [self._envelope([first], **({} if index else self._prompt()))]
 

@@ -9,16 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from tidemill.api_formats.anthropic_bodies import MessagesBody
+from tidemill.api_formats.anthropic_replies import MessagesShape
 from tidemill.api_formats.body_decoding import read
+from tidemill.api_formats.error_bodies import MESSAGES, RESPONSES
 from tidemill.api_formats.parameters import validated
 from tidemill.api_formats.replies import ChatShape, CompletionShape, TextPiece, Usage
 from tidemill.api_formats.requests import Body, ChatBody, CompletionBody
+from tidemill.api_formats.responses_bodies import ResponsesBody
+from tidemill.api_formats.responses_replies import ResponsesShape
 from tidemill.core.errors import ApiError
 from tidemill.core.reply import Reply
 from tidemill.core.types import Finish
 
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty")
 IMPOSED += ("logit_bias", "min_tokens", "reasoning_effort", "verbosity", "prediction")  # by the recipe: ignored
+IMPOSED += ("thinking", "output_config", "context_management", "reasoning", "text", "truncation", "max_tool_calls")
 UNKNOWN_HERE = ("logprobs", "top_logprobs", "echo", "return_token_ids", "return_tokens_as_token_ids", "stop_token_ids")
 UNKNOWN_HERE += ("ignore_eos", "skip_special_tokens", "add_special_tokens", "chat_template_kwargs", "add_generation_prompt")
 UNKNOWN_HERE += ("continue_final_message",)  # of tokens and templates, which an agent does not see
@@ -33,7 +39,7 @@ class StreamShape(Protocol):
     """Format of a reply of one API, whole or as events."""
 
     def reply(self, pieces: list[TextPiece], usage: Usage) -> dict[str, Any]: ...
-    def opening(self, index: int) -> list[dict[str, Any]]: ...
+    def opening(self, index: int, usage: Usage) -> list[dict[str, Any]]: ...
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]: ...
     def closing(self, usage: Usage) -> list[dict[str, Any]]: ...
 
@@ -51,21 +57,16 @@ class ModelCall:
     stream: bool = False
     include_usage: bool = False  # with the events of a stream
     as_text: bool = False  # the reply is its text alone
-    keep: bool = False  # the conversation may be gone on from by the reply's id
+    kept: Messages | None = None  # what a later call may go on from, by the reply's id; None: nothing
 
 
 def read_chat(raw: bytes, earlier: Earlier) -> ModelCall:
     """A call of `/v1/chat/completions`. Raises ApiError."""
     body = _body(ChatBody, raw)
     return ModelCall(
-        conversations=[[message.plain for message in body.messages]],
         shape=lambda model, name, created: ChatShape(model, id=name, created=created),
-        tools=body.offered,
-        limit=body.limit,
-        stops=tuple(body.stop),
-        n=body.n,
-        stream=body.stream,
         include_usage=body.include_usage,
+        **_of_chat(body),
     )
 
 
@@ -86,15 +87,51 @@ def read_completion(raw: bytes, earlier: Earlier) -> ModelCall:
     )
 
 
+def read_responses(raw: bytes, earlier: Earlier) -> ModelCall:
+    """A call of `/v1/responses`. Raises ApiError."""
+    body = validated(ResponsesBody, _without_imposed(raw))
+    before = earlier(body.previous_response_id.removeprefix("resp_")) if body.previous_response_id else []
+    return ModelCall(
+        shape=lambda model, name, created: ResponsesShape(model, name, created, body),
+        include_usage=True,
+        kept=[*before, *body.heard] if body.store else None,
+        **_of_chat(body.chat(before)),
+    )
+
+
+def read_messages(raw: bytes, earlier: Earlier) -> ModelCall:
+    """A call of `/v1/messages`. Raises ApiError."""
+    body = validated(MessagesBody, _without_imposed(raw))
+    return ModelCall(
+        shape=lambda model, name, created: MessagesShape(model, name), include_usage=True, **_of_chat(body.chat())
+    )
+
+
 DIALECTS: dict[str, Callable[[bytes, Earlier], ModelCall]] = {
     "/v1/chat/completions": read_chat,
     "/v1/completions": read_completion,
+    RESPONSES: read_responses,
+    MESSAGES: read_messages,
 }
 
 
+def _of_chat(body: ChatBody) -> dict[str, Any]:
+    return {
+        "conversations": [[message.plain for message in body.messages]],
+        "tools": body.offered,
+        "limit": body.limit,
+        "stops": tuple(body.stop),
+        "n": body.n,
+        "stream": body.stream,
+    }
+
+
+def _without_imposed(raw: bytes) -> dict[str, Any]:
+    return {key: value for key, value in read(raw).items() if key not in IMPOSED}
+
+
 def _body(kind: type[B], raw: bytes) -> B:
-    tree = read(raw)
-    body = validated(kind, {key: value for key, value in tree.items() if key not in IMPOSED})
+    body = validated(kind, _without_imposed(raw))
     for key in UNKNOWN_HERE:
         if (field := kind.model_fields.get(key)) is not None and getattr(body, key) != field.get_default():
             raise ApiError(f"{key} is not available to an agent: leave it out", param=key)
@@ -109,7 +146,8 @@ def piece_of(reply: Reply, call: ModelCall) -> TextPiece:
     message = None if call.as_text else reply.message
     text = reply.text if message is None else message.get("content") or ""
     finish = "stop" if reply.finish is Finish.STOP else "length"
-    if found := [text.index(stop) for stop in call.stops if stop in text]:
-        text, finish = text[: min(found)], "stop"
+    stop = min((stop for stop in call.stops if stop in text), key=text.index, default=None)
+    if stop is not None:
+        text, finish = text[: text.index(stop)], "stop"
         message = None if message is None else {**message, "content": text, "tool_calls": []}
-    return TextPiece(text, finish=finish, sampled=reply.tokens, message=message)
+    return TextPiece(text, finish=finish, sampled=reply.tokens, message=message, stop=stop)

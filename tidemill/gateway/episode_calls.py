@@ -148,8 +148,8 @@ class EpisodeCalls:
             for each in work:
                 each.cancel()
         call.size += sum(len(reply.text) for reply in replies)
-        if asked.keep:
-            self._stored.keep(call.id, [*asked.conversations[0], replies[0].message], call.size)
+        if asked.kept is not None:
+            self._stored.keep(call.id, [*asked.kept, replies[0].message], call.size)
         return replies
 
     async def _reply(self, messages: Messages, asked: ModelCall) -> Reply:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tidemill.api_formats.body_decoding import beside
-from tidemill.api_formats.replies import TextPiece, Usage
+from tidemill.api_formats.replies import ChatShape, CompletionShape, TextPiece, Usage
 from tidemill.core.errors import ApiError
 from tidemill.core.reply import Reply
 from tidemill.gateway.dialects import DIALECTS, ModelCall, StreamShape, piece_of
@@ -140,9 +140,9 @@ async def _result(work: asyncio.Task[list[Reply]], calls: EpisodeCalls) -> list[
 async def _events(
     shape: StreamShape, pieces: list[TextPiece], usage: Usage, include_usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    last = {"usage": None} if include_usage else {}
+    last = {"usage": None} if include_usage and isinstance(shape, ChatShape | CompletionShape) else {}
     for index, piece in enumerate(pieces):
-        for event in (*shape.opening(index), *shape.chunks(index, piece)):
+        for event in (*shape.opening(index, usage), *shape.chunks(index, piece)):
             yield event | last
     if include_usage:
         for event in shape.closing(usage):

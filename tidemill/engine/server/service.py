@@ -147,7 +147,7 @@ class Service:
         shape, usage = prepared.shape, prepared.usage
         last = {"usage": None} if prepared.include_usage else {}
         for index in range(len(prepared.asked)):
-            for event in shape.opening(index):
+            for event in shape.opening(index, usage):
                 yield event | last
         async with aclosing(self._merged(prepared)) as pieces:
             async for index, piece in pieces:
