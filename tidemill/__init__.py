@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tidemill.core.types import InfraError, Score, Task, Unscorable
     from tidemill.envs.environment import environment
     from tidemill.envs.trl_environment import trl_environment
+    from tidemill.gateway.gateway import serve_chat
     from tidemill.run.api import Run, train
     from tidemill.tools.function_tool import tool
     from tidemill.tools.tool_set import ToolSet
@@ -45,6 +46,7 @@ _HOMES = {
     "Score": "core.types",
     "Task": "core.types",
     "Unscorable": "core.types",
+    "serve_chat": "gateway.gateway",
 }
 
 

@@ -10,6 +10,7 @@ from gateway.recording_chat import HELLO, TOOL, RecordingChat, calling, said
 from openai import AsyncOpenAI
 
 from tidemill.core.errors import ContextFull, EpisodeOver
+from tidemill.core.reply import Reply
 from tidemill.core.types import Finish
 from tidemill.gateway.gateway import Gateway, serve_chat
 
@@ -76,6 +77,18 @@ async def test_tools_are_offered_called_and_answered(client: AsyncOpenAI, chat: 
     assert again.choices[0].message.content == "high"
     assert [each["tools"] for each in chat.asked] == [[TOOL], [TOOL]]
     assert chat.asked[1]["messages"] == [*HELLO, said_first.message, *results]
+
+
+async def test_a_call_that_cannot_be_read_is_shown_to_the_agent(
+    client: AsyncOpenAI, chat: RecordingChat, model: Gateway
+) -> None:
+    broken = Reply(
+        "<tool_call>{</tool_call>", {"role": "assistant", "content": ""}, Finish.STOP, tokens=3, faults=("no JSON",)
+    )
+    chat.answer = lambda messages: broken
+    reply = await client.chat.completions.create(model="m", messages=HELLO, tools=[TOOL])
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (broken.text, "stop")
+    assert model.counts["faults"] == 1
 
 
 async def test_a_choice_of_no_tool_offers_none(client: AsyncOpenAI, chat: RecordingChat) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 from faults import FAULTS, Fault
+from gateway_faults import GATEWAY_FAULTS
 from policy_faults import POLICY_FAULTS
 from several_policies_faults import SEVERAL_POLICIES_FAULTS
 from side_faults import SIDE_FAULTS
@@ -31,6 +32,7 @@ from weight_sync_faults import WEIGHT_SYNC_FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = [
+    *GATEWAY_FAULTS,
     *FAULTS,
     *POLICY_FAULTS,
     *SEVERAL_POLICIES_FAULTS,

@@ -21,6 +21,10 @@ class MessagesShape:
     _open: str = ""  # type of the block that is open
     _end: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def between(self) -> dict[str, Any]:
+        return {}
+
     def reply(self, pieces: list[TextPiece], usage: Usage) -> dict[str, Any]:
         return self._message(_blocks(pieces[0]), _end(pieces[0]), usage)
 

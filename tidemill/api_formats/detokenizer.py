@@ -49,6 +49,7 @@ class Marks:
         by_name = {name: self._of[token] for name, token in named[:_MOST_MARKS]}
         pattern = "|".join(re.escape(name) for name in sorted(by_name, key=len, reverse=True))
         marked = [re.sub(pattern, lambda match: by_name[match[0]], stop) for stop in stops] if by_name else []
+        self.written = dict(zip(marked, stops, strict=False))  # stop strings by their form with marks
         self.stops = tuple(dict.fromkeys([*stops, *marked]))  # both: ordinary tokens may spell a name as text
 
     def of(self, token: int) -> str:
@@ -68,7 +69,11 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
         self._begun: list[tuple[int, str, int]] = []  # partial matches: (place in `_held`, stop, characters matched)
-        self.found = False
+        self.stop = ""  # the one that was found
+
+    @property
+    def found(self) -> bool:
+        return bool(self.stop)
 
     def push(self, text: str) -> str:
         """The text that can be sent now."""
@@ -78,8 +83,9 @@ class StopStrings:
         at, text = len(self._held), self._held + text
         for i in range(at, len(text)):
             if begins := self._step(i, text[i]):
-                self.found, self._held = True, ""
-                return _MARKS.sub("", text[: min(begins)])
+                begin, self.stop = min(begins, key=lambda each: each[0])
+                self._held = ""
+                return _MARKS.sub("", text[:begin])
         keep = min((begin for begin, _, _ in self._begun), default=len(text))
         self._begun = [(begin - keep, stop, count) for begin, stop, count in self._begun]
         self._held = text[keep:]
@@ -93,14 +99,14 @@ class StopStrings:
     def flush(self) -> str:
         return self.skip("")
 
-    def _step(self, place: int, character: str) -> list[int]:
-        """The starting places of the stop strings that this character completes."""
-        begun, complete = list[tuple[int, str, int]](), list[int]()
+    def _step(self, place: int, character: str) -> list[tuple[int, str]]:
+        """The stop strings that this character completes, with the places where they begin."""
+        begun, complete = list[tuple[int, str, int]](), list[tuple[int, str]]()
         candidates = [*self._begun, *((place, stop, 0) for stop in self._stops)]
         for begin, stop, count in candidates:
             if stop[count] == character:
                 if count + 1 == len(stop):
-                    complete.append(begin)
+                    complete.append((begin, stop))
                 begun.append((begin, stop, count + 1))
             elif count and _MARKS.match(character):
                 begun.append((begin, stop, count))

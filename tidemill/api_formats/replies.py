@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from tidemill.api_formats.vocabulary import Vocabulary
 
@@ -68,6 +68,20 @@ class Usage:
         return told | ({"prompt_tokens_details": {"cached_tokens": self.cached_tokens}} if known else {})
 
 
+class StreamShape(Protocol):
+    """Format of the reply to one request of any API, whole or as the events of a stream."""
+
+    @property
+    def between(self) -> dict[str, Any]:
+        """Fields of each event but the last one, where usage is told at the end."""
+        ...
+
+    def reply(self, pieces: list[TextPiece], usage: Usage) -> dict[str, Any]: ...
+    def opening(self, index: int, usage: Usage) -> list[dict[str, Any]]: ...
+    def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]: ...
+    def closing(self, usage: Usage) -> list[dict[str, Any]]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
     """Format of the reply to one request: model, names of tokens, requested extras."""
@@ -79,6 +93,10 @@ class ReplyShape:
     numbered: bool = False  # tokens are named by their ids
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def between(self) -> dict[str, Any]:
+        return {"usage": None}
 
     def envelope(self, kind: str, prefix: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         head = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}

@@ -25,6 +25,10 @@ class ResponsesShape:
     _text: str | None = None  # of the message that is open
     _finish: str | None = None
 
+    @property
+    def between(self) -> dict[str, Any]:
+        return {}
+
     def reply(self, pieces: list[TextPiece], usage: Usage) -> dict[str, Any]:
         self._items, self._finish = self._items_of(pieces[0]), pieces[0].finish
         return self._response(usage)

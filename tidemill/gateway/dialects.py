@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tidemill.api_formats.anthropic_bodies import MessagesBody
 from tidemill.api_formats.anthropic_replies import MessagesShape
 from tidemill.api_formats.body_decoding import read
 from tidemill.api_formats.error_bodies import MESSAGES, RESPONSES
 from tidemill.api_formats.parameters import validated
-from tidemill.api_formats.replies import ChatShape, CompletionShape, TextPiece, Usage
+from tidemill.api_formats.replies import ChatShape, CompletionShape, StreamShape, TextPiece
 from tidemill.api_formats.requests import Body, ChatBody, CompletionBody
 from tidemill.api_formats.responses_bodies import ResponsesBody
 from tidemill.api_formats.responses_replies import ResponsesShape
@@ -33,15 +33,6 @@ B = TypeVar("B", bound=Body)
 Messages = list[dict[str, Any]]
 Earlier = Callable[[str], Messages]
 """The conversation that ended with the reply of this id. Raises ApiError."""
-
-
-class StreamShape(Protocol):
-    """Format of a reply of one API, whole or as events."""
-
-    def reply(self, pieces: list[TextPiece], usage: Usage) -> dict[str, Any]: ...
-    def opening(self, index: int, usage: Usage) -> list[dict[str, Any]]: ...
-    def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]: ...
-    def closing(self, usage: Usage) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +130,13 @@ def _body(kind: type[B], raw: bytes) -> B:
 
 
 def piece_of(reply: Reply, call: ModelCall) -> TextPiece:
-    """A reply as one piece of text, cut before the first stop string.
+    """A reply as one piece of text, cut before the first stop string: what comes after it was sampled, and is recorded.
 
-    The rest was sampled, and belongs to the record.
+    A reply whose calls cannot be read is all text, so that the agent sees what was said.
     """
     message = None if call.as_text else reply.message
+    if message is not None and reply.faults and not message.get("tool_calls"):
+        message = {"role": "assistant", "content": reply.text}
     text = reply.text if message is None else message.get("content") or ""
     finish = "stop" if reply.finish is Finish.STOP else "length"
     stop = min((stop for stop in call.stops if stop in text), key=text.index, default=None)

@@ -17,10 +17,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tidemill.api_formats.body_decoding import beside
-from tidemill.api_formats.replies import ChatShape, CompletionShape, TextPiece, Usage
+from tidemill.api_formats.replies import StreamShape, TextPiece, Usage
 from tidemill.core.errors import ApiError
 from tidemill.core.reply import Reply
-from tidemill.gateway.dialects import DIALECTS, ModelCall, StreamShape, piece_of
+from tidemill.gateway.dialects import DIALECTS, ModelCall, piece_of
 from tidemill.gateway.episode_calls import EpisodeCalls
 from tidemill.web_server.exchange import LEFT, EventStream, body_of, failed, http_error, refused, while_connected
 from tidemill.web_server.http_server import HttpServer, address_of, bind
@@ -140,7 +140,7 @@ async def _result(work: asyncio.Task[list[Reply]], calls: EpisodeCalls) -> list[
 async def _events(
     shape: StreamShape, pieces: list[TextPiece], usage: Usage, include_usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    last = {"usage": None} if include_usage and isinstance(shape, ChatShape | CompletionShape) else {}
+    last = shape.between if include_usage else {}
     for index, piece in enumerate(pieces):
         for event in (*shape.opening(index, usage), *shape.chunks(index, piece)):
             yield event | last

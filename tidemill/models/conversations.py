@@ -33,9 +33,9 @@ def renderer(
     return kind(tokenizer, most, figures, tools)
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]]) -> Array:
+def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]], tools: Tools = ()) -> Array:
     """The tokens of a task's prompt, exactly as an episode's first turn sends them. [P] int32"""
-    return renderer(tokenizer).begin(as_messages(prompt))
+    return renderer(tokenizer, tools=tools).begin(as_messages(prompt))
 
 
 def completion_of(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]], text: str) -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from serving_cases import chat_model, make_engine
 
-from tidemill.api_formats import body_decoding, requests
+from tidemill.api_formats import body_decoding, parameters, requests
 from tidemill.api_formats.body_decoding import HERE, LARGE, MOST_PARTS, MOST_VALUES, check_parts, read
 from tidemill.api_formats.requests import MAX_BODY
 from tidemill.core.errors import ApiError
@@ -147,7 +147,7 @@ def test_only_one_fault_is_described():
         (requests.CompletionBody, {"model": "m", "prompt": "a"} | {f"k{i}": i for i in range(9)}),
     ):
         with pytest.raises(ApiError) as told:
-            requests.validated(kind, tree)
+            parameters.validated(kind, tree)
         assert isinstance(told.value.__context__, ValidationError) and told.value.__context__.error_count() == 1
 
 

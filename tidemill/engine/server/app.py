@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tidemill.api_formats.error_bodies import MESSAGES, RESPONSES
 from tidemill.core.errors import ApiError
 from tidemill.engine.server.prometheus_metrics import CONTENT_TYPE, CountRequests
 from tidemill.engine.server.service import CheckedRequest, Service
@@ -60,6 +61,9 @@ def make_app(service: Service, api_key: str | None) -> Starlette:
         Route("/v1/models/{name:path}", model),
         Route("/v1/completions", _answer(service, service.completion), methods=["POST"]),
         Route("/v1/chat/completions", _answer(service, service.chat), methods=["POST"]),
+        Route(RESPONSES, _answer(service, service.responses), methods=["POST"]),
+        Route(MESSAGES, _answer(service, service.messages), methods=["POST"]),
+        Route(f"{MESSAGES}/count_tokens", _tell(service.count_tokens), methods=["POST"]),
     ]
     return Starlette(
         routes=routes,

@@ -73,7 +73,7 @@ class Assembler:
         if not self.stopped:
             piece.text += self._stops.flush()
         if self.stopped:
-            finish = Finish.STOP
+            finish, piece.stop = Finish.STOP, self._marks.written.get(self._stops.stop, self._stops.stop)
         if not self.stopped or self._every:
             end = self._sent + len(piece.text)
             self._list(piece, [replace(token, offset=min(token.offset, end)) for token in self._waiting])

@@ -69,16 +69,21 @@ class Reader:
             raise ApiError(message, param="prompt", code="context_length_exceeded")
         return await self._ask(Text(text, special, bounded), len(text), "prompt")
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> Array:
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Array:
         """The tokens of a chat, ready for the reply: [P] int32. Raises ApiError.
 
-        options: further names that the template may use.
+        options: further names that the template may use. tools: that the chat offers.
         """
-        size = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
-        size += len(messages)
-        if size <= HERE and not self._tokenizer.chat_template and not options:
+        values = [value for message in messages for value in message.values()]
+        size = sum(len(value if isinstance(value, str) else str(value)) for value in (*values, *tools)) + len(messages)
+        if size <= HERE and not self._tokenizer.chat_template and not options and not tools:
             return prompt_tokens(self._tokenizer, [dict(message) for message in messages])
-        request = ChatToRender([dict(message) for message in messages], dict(options or {}))
+        request = ChatToRender([dict(message) for message in messages], dict(options or {}), [dict(tool) for tool in tools])
         return await self._ask(request, size, "messages")
 
     async def close(self) -> None:

@@ -36,7 +36,7 @@ class Prompts:
 
     async def of_chat(self, chat: ChatInput) -> np.ndarray:
         """The tokens of a chat, ready for the reply: [P] int32. Raises ApiError."""
-        return await self._reader.chat([message.plain for message in chat.messages], chat.options)
+        return await self._reader.chat([message.plain for message in chat.messages], chat.options, chat.offered)
 
     def check_ids(self, ids: list[int], place: str, param: str) -> None:
         """Raise ApiError for ids that the model has no embedding for."""

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -27,10 +28,11 @@ import psutil
 from tidemill.core import serialization
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Array
-from tidemill.models.chat_template import with_known_roles
+from tidemill.models.chat_template import Tools, arguments_form, with_arguments, with_known_roles
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.token_bounds import Reach, reach_of
 from tidemill.models.tokenizer import Tokenizer, load_tokenizer
+from tidemill.models.tool_calls import takes_tools, told
 from tidemill.runtime.workers import serve_calls, worker_setup
 from tidemill.runtime.workers.worker_setup import Channel
 
@@ -61,6 +63,7 @@ class ChatToRender(msgspec.Struct, frozen=True, tag=True):
 
     messages: list[dict[str, Any]]
     options: dict[str, Any]  # further names for the template
+    tools: list[dict[str, Any]] = []  # that it offers
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
@@ -77,6 +80,7 @@ class PromptRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = Text | ChatToRender
+Chat = Sequence[Mapping[str, Any]]
 Reply = Tokens | PromptRefused
 
 
@@ -151,32 +155,44 @@ def answer(tokenizer: Tokenizer, reach: Reach | None, context: int, request: Req
     try:
         if reach is not None and tokenizer.chat_template and reach.exceeds(_texts(request.messages), context):
             # A template may leave out most of a long chat. Only the rendered text must fit the context.
-            text = rendered(tokenizer, request.messages, request.options)
+            text = rendered(tokenizer, request.messages, request.options, request.tools)
             if reach.exceeds(text, context):
                 return PromptRefused(too_long("the chat", reach.least(text), context), too_long=True)
-        return Tokens(chat_tokens(tokenizer, request.messages, request.options))
+        return Tokens(chat_tokens(tokenizer, request.messages, request.options, request.tools))
     except ValueError as error:  # the template's own message
         return PromptRefused(str(error))
     except Exception as error:  # a template may produce anything
         return PromptRefused(f"the chat cannot be tokenized: {type(error).__name__}: {error!s:.500}")
 
 
-def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Array:
+def chat_tokens(tokenizer: Tokenizer, messages: Chat, options: Mapping[str, Any], tools: Tools = ()) -> Array:
     """The tokens of a chat, ready for the reply: [P] int32, as from `apply_chat_template`.
 
     options: further names for the template. Raises ValueError with the template's own message where it fails.
     """
     if not tokenizer.chat_template:
-        return prompt_tokens(tokenizer, [dict(message) for message in messages])
-    text = rendered(tokenizer, messages, options)
+        return prompt_tokens(tokenizer, [dict(message) for message in messages], tools)
+    text = rendered(tokenizer, messages, options, tools)
     return np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
-def rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """The text of a chat. If the template has no developer role, its messages become the system's."""
-    given = [*with_known_roles(tokenizer, [dict(message) for message in messages])]
+def rendered(tokenizer: Tokenizer, messages: Chat, options: Mapping[str, Any], tools: Tools = ()) -> str:
+    """The text of a chat.
+
+    If the template has no developer role, its messages become the system's. If it takes no tools, they are told in the
+    system's message, as in training.
+    """
+    given = [*with_known_roles(tokenizer, [with_arguments(message, arguments_form) for message in messages])]
+    tries = [(given, {**options, "tools": list(tools)} if tools else options)]
+    if tools and not takes_tools(tokenizer):
+        tries = [(told(given, tools), options), (told(given, tools, system=False), options)]
+    elif any(message.get("tool_calls") for message in given):
+        tries.append(([dict(message) for message in messages], tries[0][1]))  # some templates take arguments as text
+    for chat, names in tries[:-1]:
+        with suppress(Exception):
+            return _render(tokenizer, chat, names)
     try:
-        return _render(tokenizer, given, options)
+        return _render(tokenizer, *tries[-1])
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in given[:20])
         raise ValueError(f"the chat template refuses roles {roles:.200}: {error!s:.500}") from None

@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from tidemill.api_formats.anthropic_bodies import CountBody, MessagesBody
+from tidemill.api_formats.anthropic_replies import MessagesShape
 from tidemill.api_formats.body_decoding import beside
 from tidemill.api_formats.parameters import parse
-from tidemill.api_formats.replies import ChatShape, CompletionShape, TextPiece, Usage
+from tidemill.api_formats.replies import ChatShape, CompletionShape, StreamShape, TextPiece, Usage
 from tidemill.api_formats.requests import Body, ChatBody, CompletionBody
+from tidemill.api_formats.responses_bodies import ResponsesBody
+from tidemill.api_formats.responses_replies import ResponsesShape
 from tidemill.api_formats.vocabulary import Vocabulary
 from tidemill.core.errors import ApiError
 from tidemill.core.seeding import derive_seed
@@ -30,6 +34,7 @@ from tidemill.engine.server.choices import Asked, goes_on, of_prompt, sample
 from tidemill.engine.server.prometheus_metrics import Clock, Metrics
 from tidemill.engine.server.prompt_reader import Reader
 from tidemill.engine.server.prompts import Prompts
+from tidemill.engine.server.reply_reading import ReplyReading, reading_of
 from tidemill.engine.server.tokenize_routes import TokenRoutes
 from tidemill.models.tokenizer import Tokenizer
 
@@ -44,13 +49,14 @@ class CheckedRequest:
     `echoes[i]` is the beginning of choice i; a choice of None consists of its echo alone.
     """
 
-    shape: CompletionShape | ChatShape
+    shape: StreamShape
     asked: list[Asked | None]
     echoes: list[TextPiece | None]
     usage: Usage
     stream: bool
     include_usage: bool
     clock: Clock
+    reading: ReplyReading | None = None  # a reply is read when it is whole
 
 
 class Service:
@@ -77,7 +83,7 @@ class Service:
         self.metrics = Metrics(name, engine.pages)
         self.reader = Reader(tokenizer, context)
         self.prompts = Prompts(tokenizer, self.reader, context=context, vocab=vocab)
-        self._vocabulary, self._reply_tokens = Vocabulary(tokenizer), reply_tokens
+        self._vocabulary, self._tokenizer, self._reply_tokens = Vocabulary(tokenizer), tokenizer, reply_tokens
         self.tokens = TokenRoutes(tokenizer, self.prompts, self.check_model)
         self._created, self._model_logprobs = int(time.time()), model_logprobs
 
@@ -126,16 +132,53 @@ class Service:
 
     async def chat(self, raw: bytes) -> CheckedRequest:
         body = await beside(raw, parse, ChatBody, raw)
+
+        def shape(tokens: np.ndarray) -> ChatShape:
+            ids = [tokens.tolist()] if body.return_token_ids else None
+            return ChatShape(self.name, self._vocabulary, body.wants_logprobs, ids, body.return_tokens_as_token_ids)
+
+        return await self._chat(body, shape, include_usage=body.include_usage)
+
+    async def responses(self, raw: bytes) -> CheckedRequest:
+        body = await beside(raw, parse, ResponsesBody, raw)
+        if body.previous_response_id:
+            message = "previous_response_id: this server keeps no conversations: send the whole one as input"
+            raise ApiError(message, param="previous_response_id")
+        body = body.model_copy(update={"store": False})
+        shape = ResponsesShape(self.name, secrets.token_hex(12), int(time.time()), body)
+        return await self._chat(body.chat(), lambda _: shape, thoughts=True)
+
+    async def messages(self, raw: bytes) -> CheckedRequest:
+        body = await beside(raw, parse, MessagesBody, raw)
+        return await self._chat(body.chat(), lambda _: MessagesShape(self.name, secrets.token_hex(12)), thoughts=True)
+
+    async def count_tokens(self, raw: bytes) -> dict[str, Any]:
+        """The length of a prompt of Anthropic's messages."""
+        body = (await beside(raw, parse, CountBody, raw)).chat()
+        self.check_model(body.model)
+        return {"input_tokens": len(await self.prompts.of_chat(body))}
+
+    async def _chat(
+        self,
+        body: ChatBody,
+        shape: Callable[[np.ndarray], StreamShape],
+        *,
+        thoughts: bool = False,
+        include_usage: bool = True,
+    ) -> CheckedRequest:
+        """A chat in any of the APIs. shape: the reply's format, from the prompt's tokens. thoughts: see `reading_of`."""
         clock = Clock(self.metrics)
-        logprobs = self._check(body)
+        self._check(body)
         tokens = await self.prompts.of_chat(body)
         tokens = self.prompts.check(tokens, 1, self.prompts.place_of(tokens, body), "messages")
+        reading = reading_of(self._tokenizer, body, tokens, thoughts)
         limit = limit_of(body, self.context - len(tokens), self.context, self._reply_tokens)
         seed = _seed(body)
         asked: list[Asked | None] = [asked_of(body, tokens, limit, seed, i) for i in range(body.n)]
-        ids = [tokens.tolist()] if body.return_token_ids else None
-        shape = ChatShape(self.name, self._vocabulary, logprobs, ids, body.return_tokens_as_token_ids)
-        return CheckedRequest(shape, asked, [None] * body.n, Usage(len(tokens)), body.stream, body.include_usage, clock)
+        if reading is not None:  # special tokens may begin a call
+            asked = [each and replace(each, shown=True) for each in asked]
+        usage, echoes = Usage(len(tokens)), [None] * body.n
+        return CheckedRequest(shape(tokens), asked, list(echoes), usage, body.stream, include_usage, clock, reading)
 
     async def reply(self, prepared: CheckedRequest) -> dict[str, Any]:
         choices = await asyncio.gather(*(self._whole(prepared, i) for i in range(len(prepared.asked))))
@@ -145,7 +188,7 @@ class Service:
     async def events(self, prepared: CheckedRequest) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed reply, choices interleaved. Closing it aborts unfinished choices."""
         shape, usage = prepared.shape, prepared.usage
-        last = {"usage": None} if prepared.include_usage else {}
+        last = shape.between if prepared.include_usage else {}
         for index in range(len(prepared.asked)):
             for event in shape.opening(index, usage):
                 yield event | last
@@ -168,6 +211,9 @@ class Service:
         )
 
         async def pump(index: int) -> None:
+            if prepared.reading is not None:
+                arrived.put_nowait((index, await self._whole(prepared, index)))
+                return
             async with aclosing(self._pieces(prepared, index, live=True)) as pieces:
                 async for piece in pieces:
                     arrived.put_nowait((index, piece))
@@ -211,8 +257,8 @@ class Service:
                 result.text += piece.text
                 result.tokens += piece.tokens
                 result.ids += piece.ids
-                result.finish, result.sampled = piece.finish, piece.sampled
-        return result
+                result.finish, result.sampled, result.stop = piece.finish, piece.sampled, piece.stop
+        return result if prepared.reading is None else prepared.reading.read(result)
 
     async def _echo(self, prompt: str | list[int], tokens: np.ndarray, body: CompletionBody) -> TextPiece:
         scored = None
