@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tidemill.envs.trl_environment import trl_environment
     from tidemill.run.api import Run, train
     from tidemill.tools.function_tool import tool
+    from tidemill.tools.mcp_server import McpServer
     from tidemill.tools.tool_set import ToolSet
 
 __version__ = "0.2.0"  # the one place: the package's metadata is made from it
@@ -20,6 +21,7 @@ __version__ = "0.2.0"  # the one place: the package's metadata is made from it
 __all__ = [
     "Chat",
     "InfraError",
+    "McpServer",
     "Run",
     "Score",
     "Task",
@@ -38,6 +40,7 @@ _HOMES = {
     "environment": "envs.environment",
     "trl_environment": "envs.trl_environment",
     "tool": "tools.function_tool",
+    "McpServer": "tools.mcp_server",
     "ToolSet": "tools.tool_set",
     "ToolUnavailable": "core.errors",
     "Chat": "core.chat_interface",
