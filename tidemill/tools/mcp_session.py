@@ -33,7 +33,8 @@ class McpSession:
         self.title, self.ended, self.busy = title, "", 0
         self._connect, self._client, self._stop = connect, None, asyncio.Event()
         self._listed: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.ensure_future(self._open())
+        self._task = asyncio.ensure_future(self._hold())  # the SDK wants one task to open, hold and close a connection
+        self._task.add_done_callback(self._done)
 
     async def tools(self, limit_s: float) -> list[Any]:
         """The server's tools, once the connection is open. Raises ToolUnavailable if it is not within `limit_s`."""
@@ -77,6 +78,8 @@ class McpSession:
         """Give the connection up, for the first reason given, and end the server's process."""
         self.ended = self.ended or reason
         self._stop.set()
+        if self._client is None:  # it is still opening
+            self._task.cancel()
 
     async def close(self) -> None:
         self.fail("was closed")
@@ -85,30 +88,11 @@ class McpSession:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=CLOSE_S)
 
-    async def _open(self) -> None:
-        """Open the connection, and hold it until it fails or is closed: the SDK wants one task for all of this."""
+    async def _hold(self) -> None:
+        """Open the connection, and hold it until it fails or is closed."""
         from mcp import Client  # pyright: ignore[reportMissingImports]
 
-        stopped = asyncio.ensure_future(self._stop.wait())
-        work = asyncio.ensure_future(self._hold(Client))
-        try:
-            await asyncio.wait({stopped, work}, return_when=asyncio.FIRST_COMPLETED)  # bounded: `fail` ends it
-        finally:
-            stopped.cancel()
-            if self._client is None:  # it is still opening
-                work.cancel()
-            await asyncio.wait({work}, timeout=CLOSE_S)
-            if not work.done():
-                work.cancel()
-                await asyncio.wait({work}, timeout=CLOSE_S)
-            if work.done() and not work.cancelled() and (error := work.exception()):
-                self.fail(described(error))
-            self.fail("closed the connection")
-            if not self._listed.done():
-                self._listed.set_result([])
-
-    async def _hold(self, client_type: Any) -> None:
-        async with client_type(self._connect(self.fail), cache=None) as client:
+        async with Client(self._connect(self.fail), cache=None) as client:
             found, cursor = list[Any](), None
             for _ in range(MOST_PAGES):
                 page = await client.list_tools(cursor=cursor)
@@ -118,6 +102,13 @@ class McpSession:
             self._client = client
             self._listed.set_result(found)
             await self._stop.wait()  # bounded: `fail` sets it
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """Note why the connection ended, and let those who wait for it know."""
+        error = None if task.cancelled() else task.exception()
+        self.ended = self.ended or ("closed the connection" if error is None else described(error))
+        if not self._listed.done():
+            self._listed.set_result([])
 
     async def _answers(self) -> bool:
         """True if the server still answers something."""

@@ -24,6 +24,7 @@ from tidemill.runtime.workers.child import MARK_NAME, closed
 
 # Of our environment a server gets these, and what the user names: no token of ours is among them.
 INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER", MARK_NAME)
+DEAF_S = 60.0  # that a server may leave what it was sent unread
 POLITE_S = 1.0  # for a server to end by itself when its stdin is closed
 KILL_S = 5.0  # for a killed one to be gone
 _TAIL = 4096  # bytes of its stderr that are kept to explain a failure
@@ -66,7 +67,7 @@ class McpProcess:
         return cls(process)
 
     async def ended(self) -> str:
-        """How it ended, with its last words; it has closed its stdout."""
+        """The way it ended, with its last words, once it has closed its stdout."""
         code = await self._exited(POLITE_S)
         last = bytes(self._tail).decode(errors="replace").strip().rpartition("\n")[2]
         how = "closed its stdout" if code is None else f"ended: {describe(code)}"
@@ -116,7 +117,7 @@ async def stdio_streams(
     incoming, received = anyio.create_memory_object_stream[Any](0)
     sent, outgoing = anyio.create_memory_object_stream[Any](0)
     reading = asyncio.ensure_future(_read(process, incoming, most, ended))
-    writing = asyncio.ensure_future(_write(process, outgoing))
+    writing = asyncio.ensure_future(_write(process, outgoing, ended))
     try:
         yield received, sent
     finally:
@@ -125,7 +126,7 @@ async def stdio_streams(
         await asyncio.wait([reading, writing], timeout=KILL_S)
         for stream in (incoming, received, sent, outgoing):
             stream.close()
-        await asyncio.shield(process.close())  # bounded: by its own limits
+        await asyncio.wait([asyncio.ensure_future(process.close())], timeout=4 * KILL_S)  # it goes on if this is cancelled
 
 
 async def _read(process: McpProcess, incoming: Any, most: int, ended: Callable[[str], None]) -> None:
@@ -133,26 +134,30 @@ async def _read(process: McpProcess, incoming: Any, most: int, ended: Callable[[
     from mcp.shared.message import SessionMessage  # pyright: ignore[reportMissingImports]
     from mcp.types import jsonrpc_message_adapter  # pyright: ignore[reportMissingImports]
 
-    async with incoming:  # its end is that of the connection, and of all calls
-        try:
-            # bounded: `stdio_streams` cancels it
-            while line := await process.stdout.readline():
-                try:
-                    message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
-                except ValueError:
-                    continue
-                await incoming.send(message)
-        except ValueError:  # from readline
-            ended(f"sent a line of more than {most:,} bytes")
-            return
-        except OSError as error:
-            ended(f"cannot be read: {error}")
-            return
+    try:
+        # bounded: `stdio_streams` cancels it
+        while line := await process.stdout.readline():
+            try:
+                message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+            except ValueError:
+                continue
+            await incoming.send(message)
         ended(await process.ended())
+    except ValueError:  # from readline
+        ended(f"sent a line of more than {most:,} bytes")
+    except OSError as error:
+        ended(f"cannot be read: {error}")
+    finally:
+        incoming.close()  # the end of the connection, and of all calls
 
 
-async def _write(process: McpProcess, outgoing: Any) -> None:
-    with suppress(OSError):  # it has ended, which its stdout tells
+async def _write(process: McpProcess, outgoing: Any, ended: Callable[[str], None]) -> None:
+    try:
         async for each in outgoing:
             process.stdin.write(each.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
-            await process.stdin.drain()  # bounded: `stdio_streams` cancels it
+            async with asyncio.timeout(DEAF_S):
+                await process.stdin.drain()
+    except TimeoutError:
+        ended(f"read nothing for {DEAF_S:g} s")
+    except OSError:  # it has ended, which its stdout tells
+        return
