@@ -61,7 +61,7 @@ def tasks(split: str) -> list[Task]:
 
 @environment(tasks=tasks)
 async def calculator(task: Task, chat: Chat) -> Score:
-    """A third for each call whose result is needed, and for the answer."""
+    """A third for each needed call in its place, and all for the answer."""
     done = await work(chat, task.prompt, TOOLS, max_turns=4, max_tokens=24)
     needed = [each["content"] for each in task.data["demonstration"] if each["role"] == "tool"]
     right = sum(own.content == result for own, result in zip(done.results, needed, strict=False))

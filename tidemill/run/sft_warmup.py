@@ -179,7 +179,7 @@ def _demonstrated(task: Task, tokenizer: Tokenizer) -> Row:
     messages: Any = task.data["demonstration"]
     readable = isinstance(messages, list) and messages and all(map(is_message, messages))
     if not readable or messages[-1]["role"] != "assistant":
-        raise ConfigError(f"task {task.id}: its demonstration is no list of messages that ends with the assistant's")
+        raise ConfigError(f"task {task.id}: expected as its demonstration a list of messages that ends with the assistant's")
     turns, heard = list[Turn](), as_messages(task.prompt)
     for message in messages:
         if message["role"] == "assistant":
