@@ -22,7 +22,7 @@ from tidemill.run import roles
 from tidemill.runtime import rpc
 
 MARK = re.compile(r"#.*\bbounded: \S.{6,}")
-MOST = 126  # marks; a rule that is mostly excepted would be none
+MOST = 129  # marks; a rule that is mostly excepted would be none
 AWAITED = {"wait", "get", "join", "acquire", "wait_for", "drain", "read", "readline", "readexactly", "readuntil"}
 AWAITED |= {"communicate", "wait_closed", "accept", "receive", "shield", "to_thread", "run_in_executor", "open_connection"}
 ALWAYS = {
@@ -40,7 +40,7 @@ ALWAYS = {
 ALWAYS |= {"create_connection", "init_process_group", "urlopen", "waitpid", "waitid", "wait3", "wait4", "connect"}
 EMPTY = {"get", "join", "result", "poll", "wait", "shutdown", "select", "exception"}  # called without arguments
 RUNS = {"subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "subprocess.getoutput"}
-HTTP = re.compile(r"(httpx|requests)\.(get|post|put|patch|delete|head|options|request|stream|Client|AsyncClient|Session)")
+HTTP = re.compile(r"(httpx2?|requests)\.(get|post|put|patch|delete|head|options|request|stream|Client|AsyncClient|Session)")
 PIPES = re.compile(r"std(in|out|err)|pipe|sock|conn|requests|replies", re.I)
 STREAM = re.compile(r"stream|reader|iter_|aiter_|receive|std(in|out|err)", re.I)
 LOCKS = re.compile(r"lock|mutex|semaphore|condition|changed|guard", re.I)

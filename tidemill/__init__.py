@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tidemill.gateway.gateway import serve_chat
     from tidemill.run.api import Run, train
     from tidemill.tools.function_tool import tool
+    from tidemill.tools.mcp_server import McpServer
     from tidemill.tools.tool_set import ToolSet
 
 __version__ = "0.2.0"  # the one place: the package's metadata is made from it
@@ -21,6 +22,7 @@ __version__ = "0.2.0"  # the one place: the package's metadata is made from it
 __all__ = [
     "Chat",
     "InfraError",
+    "McpServer",
     "Run",
     "Score",
     "Task",
@@ -39,6 +41,7 @@ _HOMES = {
     "environment": "envs.environment",
     "trl_environment": "envs.trl_environment",
     "tool": "tools.function_tool",
+    "McpServer": "tools.mcp_server",
     "ToolSet": "tools.tool_set",
     "ToolUnavailable": "core.errors",
     "Chat": "core.chat_interface",

@@ -56,6 +56,9 @@ async def test_instances_are_used_again_and_never_by_two_episodes() -> None:
     for _ in range(3):
         await env.run(TASKS[1], ScriptedChat("no"))
     assert len(made) == 5 and sum(each.resets for each in made) == 8
+    chats = [ScriptedChat(*replies([digit], [2], [2, 7])) for digit in range(5)]
+    assert await asyncio.gather(*(env.run(TASKS[1], chat) for chat in chats)) == [Score(1.0, {"Vault": 1.0})] * 5
+    assert len(made) == 5 and [each.tries for each in made] == [3] * 5
 
 
 async def test_exceptions_of_its_tools_are_observed() -> None:

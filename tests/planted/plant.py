@@ -27,6 +27,7 @@ from policy_faults import POLICY_FAULTS
 from several_policies_faults import SEVERAL_POLICIES_FAULTS
 from side_faults import SIDE_FAULTS
 from speculation_faults import SPECULATION_FAULTS
+from tools_faults import TOOLS_FAULTS
 from tree_faults import TREE_FAULTS
 from weight_sync_faults import WEIGHT_SYNC_FAULTS
 
@@ -38,6 +39,7 @@ EVERY = [
     *SEVERAL_POLICIES_FAULTS,
     *SIDE_FAULTS,
     *SPECULATION_FAULTS,
+    *TOOLS_FAULTS,
     *TREE_FAULTS,
     *WEIGHT_SYNC_FAULTS,
 ]

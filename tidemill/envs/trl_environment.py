@@ -86,7 +86,7 @@ class TrlEnvironment(FunctionEnvironment):
 
 
 class TrlParts:
-    """What one environment consists of, and how an episode of it is played."""
+    """Parts of one environment from TRL, which play its episodes."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from tidemill.core.errors import ConfigError, RunFailed
 from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Array, LossSpec, Sample, Task, Version
 from tidemill.envs.curriculum import task_order
-from tidemill.models.chat_template import as_messages
+from tidemill.models.chat_template import Messages, Turn, as_messages, is_message
 from tidemill.models.conversations import conversation, unknown_token
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.run.recipe_tables import WarmupSettings
@@ -163,13 +163,31 @@ def _batches(tasks: Sequence[Task], tokenizer: Tokenizer, size: int, seed: int, 
 
 
 def _row(task: Task, tokenizer: Tokenizer) -> Row:
-    """A task's row: prompt, answer and end token, with the loss on the last two."""
+    """A task's row: prompt, answer and end token, with the loss on the last two; or prompt and demonstration."""
+    if "demonstration" in task.data:
+        return _demonstrated(task, tokenizer)
     answer = task.data.get("answer")
     if not isinstance(answer, str):
         raise ConfigError(
             f"warm-up needs a text `answer` in each task; task {task.id} has {answer!r}: set warmup.accuracy = 0"
         )
     return conversation(tokenizer, [(as_messages(task.prompt), answer)])
+
+
+def _demonstrated(task: Task, tokenizer: Tokenizer) -> Row:
+    """A row of several turns, with the loss on every reply. The demonstration is the messages after the prompt."""
+    messages: Any = task.data["demonstration"]
+    readable = isinstance(messages, list) and messages and all(map(is_message, messages))
+    if not readable or messages[-1]["role"] != "assistant":
+        raise ConfigError(f"task {task.id}: expected as its demonstration a list of messages that ends with the assistant's")
+    turns, heard = list[Turn](), as_messages(task.prompt)
+    for message in messages:
+        if message["role"] == "assistant":
+            turns.append((heard, message))
+            heard = Messages()
+        else:
+            heard.append(message)
+    return conversation(tokenizer, turns)
 
 
 def check_answers(tasks: Sequence[Task], tokenizer: Tokenizer, vocab: int) -> None:

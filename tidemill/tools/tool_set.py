@@ -18,7 +18,7 @@ from tidemill.core.errors import ConfigError, Overdue, ToolUnavailable
 from tidemill.core.outcomes import clip, plain
 from tidemill.core.reply import Fault, ToolResult
 from tidemill.tools.argument_check import arguments_of, arguments_problem
-from tidemill.tools.function_tool import Tool, as_tool
+from tidemill.tools.function_tool import Tool, ToolError, as_tool
 from tidemill.tools.limited_call import OwnThread, Places, limited_call
 
 UNKNOWN = "(unknown)"  # the name under which calls of unknown tools are counted
@@ -122,6 +122,8 @@ class ToolSet:
             return f"error: {late}", "late"
         except ToolUnavailable:
             raise
+        except ToolError as failed:
+            return f"error: {own.name}: {clip(str(failed), self._most)}", failed.fault
         except Exception as error:  # a user's tool may raise anything
             return f"error: {own.name} raised {_described(error)}", "error"
 
