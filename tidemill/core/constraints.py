@@ -64,7 +64,10 @@ def json_schema(given: Any) -> Constraint:
 
 
 def regex(pattern: str) -> Constraint:
-    """The constraint to a text that the pattern matches as a whole. It has no look-around and no back-references."""
+    """The constraint to a text that the pattern matches as a whole.
+
+    A pattern has no look-around and no back-references; its digits and word characters are ASCII's.
+    """
     return Constraint("regex", pattern)
 
 

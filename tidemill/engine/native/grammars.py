@@ -44,6 +44,7 @@ _OPTIONS = {
     "coerce_one_of": False,
 }
 _HEAD = '%llguidance {"no_forcing": true}\n'  # else only the canonical tokens of a forced text would be allowed
+_ASCII = "dw"  # classes of characters that are ASCII's in patterns, as JSON Schema has them
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")  # in a text that no user wrote
 
 
@@ -219,7 +220,7 @@ def _source(constraint: Constraint) -> str:
         bare = constraint.text.rstrip("\\")
         if (len(constraint.text) - len(bare)) % 2:
             raise ValueError(f"the {constraint.name} ends with a backslash that escapes nothing")
-        return f"{_HEAD}start: /{regex_to_lark(constraint.text, '')}/\n"
+        return f"{_HEAD}start: /{regex_to_lark(constraint.text, _ASCII)}/\n"
     try:
         schema = parse_json(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
     except CodecError as error:
