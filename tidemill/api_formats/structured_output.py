@@ -49,7 +49,9 @@ def _of_format(value: Any) -> Constraint | None:
         raise ApiError(f"{field}.type = {short(kind)}: expected 'text', 'json_object' or 'json_schema'", param=field)
     about = _object(f"{field}.json_schema", value.get("json_schema"))
     if unknown := next((key for key in about if key not in _ABOUT_SCHEMA), None):
-        raise ApiError(f"{field}.json_schema.{short(unknown)[1:-1]}: expected {', '.join(sorted(_ABOUT_SCHEMA))}", param=field)
+        raise ApiError(
+            f"{field}.json_schema.{short(unknown)[1:-1]}: expected {', '.join(sorted(_ABOUT_SCHEMA))}", param=field
+        )
     return _made(field, "json", about.get("schema"), "json_schema.schema")
 
 

@@ -58,9 +58,10 @@ def json_schema(given: Any) -> Constraint:
     if not isinstance(given, Mapping | bool):
         raise ValueError(f"a JSON schema of type {type(given).__name__}: expected a dict, or a pydantic model")
     try:
-        return Constraint("json_schema", json.dumps(given, allow_nan=False))
+        text = json.dumps(given, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a JSON schema that is not plain JSON: {error}") from None
+    return Constraint("json_schema", text)
 
 
 def regex(pattern: str) -> Constraint:

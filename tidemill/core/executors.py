@@ -49,7 +49,7 @@ async def in_thread(
 
 
 async def in_deep_thread(work: Callable[[], T], stack: int) -> T:
-    """Run `work` in a thread of its own with a stack of so many bytes, and return its result.
+    """Run `work` in a thread of its own, of lower priority and with a stack of so many bytes, and return its result.
 
     For code that recurses as deep as its input. A cancellation leaves the thread to itself: `work` has to end by itself, and
     may not use what its caller gives back. What it raises is raised here, whatever it is.
@@ -67,6 +67,7 @@ async def in_deep_thread(work: Callable[[], T], stack: int) -> T:
     def run() -> None:
         value, raised = None, None
         try:
+            _stand_back()
             value = work()
         except BaseException as error:  # the panics of extensions are not Exceptions
             raised = error

@@ -1,8 +1,8 @@
 """Supports: the token ids that each position of a reply was sampled from, where these were not the whole vocabulary.
 
-Logprobs are those of the distribution over these ids, and a trainer reproduces them over the same ids. Truncation keeps a few
-ids, different ones at each position. A grammar may keep nearly all ids, and the same ones at many positions: so a set is
-stored as the ids that it lacks where these are fewer, and positions may share it.
+Logprobs are those of the distribution over these ids, and a trainer reproduces them over the same ids. Truncation keeps
+few ids, others at each position. A grammar may keep nearly all ids, and the same ones at many positions: so a set is stored
+as the ids that it lacks where these are fewer, and positions may share it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Support:
         sound = len(self.offsets) > 0 and self.offsets[0] == 0 and self.offsets[-1] == len(self.ids)
         sound = sound and bool((np.diff(self.offsets) >= 0).all()) and (self.lacks is None or len(self.lacks) == count)
         if sound and self.sets is not None and len(self.sets):
-            sound = 0 <= int(self.sets.min()) and int(self.sets.max()) < count
+            sound = int(self.sets.min()) >= 0 and int(self.sets.max()) < count
         if not sound:
             raise ValueError("a support whose lists, sets and positions contradict one another")
         if self.positions != positions:

@@ -12,11 +12,11 @@ from tidemill.core.types import Array, GenerateRequest, SamplingParams, Version
 
 
 def check_request(asked: GenerateRequest, engine: str, extras: Sequence[TokenExtra], *, holds: bool = False) -> None:
-    """Raise ValueError for a constraint, unless the engine `holds` replies to them, and for a token extra not in `extras`."""
+    """Raise ValueError for a constraint, unless the engine `holds` replies to one, and for an extra not among `extras`."""
     if asked.constraint is not None and not holds:
         raise ValueError(f"engine {engine} cannot hold a reply to a grammar: leave out `constraint`")
     if asked.constraint is not None and asked.params.ignore_eos and not asked.params.stop_ids:
-        raise ValueError("ignore_eos with `constraint`: a reply that is held to a grammar ends with it; leave out ignore_eos")
+        raise ValueError("ignore_eos with `constraint`: a reply ends where its grammar does; leave ignore_eos out")
     if unknown := sorted({*asked.extras} - {extra.name for extra in extras}):
         raise ValueError(f"engine {engine} does not return the token extra {unknown[0]!r}: leave it out of `extras`")
 

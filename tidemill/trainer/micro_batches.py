@@ -253,11 +253,12 @@ def _support(rows: list[BatchRow], counts: list[int], send: Callable[[Array], Te
     of, parts, begin = list[Array](), list[tuple[Support, int]](), 0
     for row, count in zip(rows, counts, strict=True):
         if (support := row.sample.support) is not None:
-            sampled = np.flatnonzero(row.sample.mask[row.where])  # among the predicted tokens; support has a position for each
+            sampled = np.flatnonzero(row.sample.mask[row.where])  # among the predicted tokens
             of.append(begin + sampled)
             parts.append((support, len(sampled)))
         begin += count
     if (support := joined(parts)) is None:
         return None
-    numbers = (np.concatenate(of), support.set_of_each, support.ids, support.offsets)
-    return KeptIds(*(send(each.astype(np.int64)) for each in numbers), send(support.lacking))
+    places, sets = np.concatenate(of).astype(np.int64), support.set_of_each.astype(np.int64)
+    ids, offsets = support.ids.astype(np.int64), support.offsets.astype(np.int64)
+    return KeptIds(send(places), send(sets), send(ids), send(offsets), send(support.lacking))

@@ -30,7 +30,10 @@ CONTEXT = 512
 def tokenizer() -> Any:
     """Byte-level BPE with merges, so that tokens lie across the borders of a grammar: `{"`, `":`, `"},`, `12`."""
     core = Core(models.BPE())
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        decoders.ByteLevel(),
+    )
     texts = [json.dumps(schemas(seed, 1)[0], indent=indent) for seed in range(60) for indent in (None, 2)]
     letters = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(
@@ -61,9 +64,14 @@ def make_engine(**settings: Any) -> NativeEngine:
     )
 
 
+def bytes_of(tokens: np.ndarray) -> bytes:
+    """The bytes of a reply's beginning; ids without text have none."""
+    return b"".join(spelling()[token] for token in tokens.tolist())
+
+
 def text_of(tokens: np.ndarray) -> str:
-    """The text of a reply; its end has none."""
-    return b"".join(spelling()[token] for token in tokens.tolist()).decode()
+    """The text of a whole reply."""
+    return bytes_of(tokens).decode()
 
 
 def schemas(seed: int, count: int) -> list[Schema]:
@@ -76,7 +84,20 @@ Make = Callable[[np.random.Generator, int], Schema]
 
 
 def _titled(schema: Schema) -> Schema:
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A reply", **schema}
+    """The schema with its definitions, which shapes leave where they use them, at its root."""
+    found = dict[str, Any]()
+
+    def without(value: Any) -> Any:
+        if isinstance(value, list):
+            return [without(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        found.update(value.get("$defs", {}))
+        return {key: without(each) for key, each in value.items() if key != "$defs"}
+
+    plain = without(schema)
+    more = {"$defs": {name: without(each) for name, each in found.items()}} if found else {}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A reply", **plain, **more}
 
 
 def _any(rng: np.random.Generator, depth: int) -> Schema:
@@ -85,7 +106,7 @@ def _any(rng: np.random.Generator, depth: int) -> Schema:
 
 
 def _word(rng: np.random.Generator, most: int = 5) -> str:
-    return "".join("abcdefgh_é\"\\"[k] for k in rng.integers(0, 12, rng.integers(1, most + 1)))
+    return "".join('abcdefgh_é"\\'[k] for k in rng.integers(0, 12, rng.integers(1, most + 1)))
 
 
 def _names(rng: np.random.Generator, least: int = 1, most: int = 4) -> list[str]:
@@ -98,7 +119,10 @@ def _string(rng: np.random.Generator, depth: int) -> Schema:
 
 
 def _pattern(rng: np.random.Generator, depth: int) -> Schema:
-    return {"type": "string", "pattern": str(rng.choice([r"^[a-z]{1,4}$", r"^\d{3}-[A-F]{2}$", r"^(ab|cd){1,2}e?$", r"^#[0-9a-f]{6}$"]))}
+    return {
+        "type": "string",
+        "pattern": str(rng.choice([r"^[a-z]{1,4}$", r"^\d{3}-[A-F]{2}$", r"^(ab|cd){1,2}e?$", r"^#[0-9a-f]{6}$"])),
+    }
 
 
 def _format(rng: np.random.Generator, depth: int) -> Schema:
@@ -181,7 +205,8 @@ def _any_of(rng: np.random.Generator, depth: int) -> Schema:
 def _one_of(rng: np.random.Generator, depth: int) -> Schema:
     """Alternatives that a property tells apart, as pydantic writes discriminated unions."""
     parts = [
-        {"type": "object", "properties": {"kind": {"const": kind}, "value": _any(rng, depth - 1)}} for kind in ("cat", "dog", "eel")
+        {"type": "object", "properties": {"kind": {"const": kind}, "value": _any(rng, depth - 1)}}
+        for kind in ("cat", "dog", "eel")
     ]
     return {"oneOf": [part | {"required": ["kind", "value"], "additionalProperties": False} for part in parts]}
 
@@ -203,26 +228,20 @@ def _all_of(rng: np.random.Generator, depth: int) -> Schema:
 
 
 def _reference(rng: np.random.Generator, depth: int) -> Schema:
-    part = _string(rng, 0)
-    pair = {"type": "object", "properties": {"x": {"$ref": "#/$defs/part"}, "y": {"$ref": "#/$defs/part"}}}
-    return {
-        "$defs": {"part": part, "pair": pair | {"required": ["x", "y"], "additionalProperties": False}},
-        "type": "array",
-        "items": {"$ref": "#/$defs/pair"},
-        "minItems": 1,
-        "maxItems": 2,
-    }
+    part, pair = (f"{name}{rng.integers(1 << 30)}" for name in ("part", "pair"))
+    both = {"x": {"$ref": f"#/$defs/{part}"}, "y": {"$ref": f"#/$defs/{part}"}}
+    closed = {"type": "object", "properties": both, "required": ["x", "y"], "additionalProperties": False}
+    items = {"items": {"$ref": f"#/$defs/{pair}"}, "minItems": 1, "maxItems": 2}
+    return {"$defs": {part: _string(rng, 0), pair: closed}, "type": "array", **items}
 
 
 def _tree(rng: np.random.Generator, depth: int) -> Schema:
     """A schema that contains itself."""
-    node = {
-        "type": "object",
-        "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 99}, "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}},
-        "required": ["v", "next"],
-        "additionalProperties": False,
-    }
-    return {"$defs": {"node": node}, "$ref": "#/$defs/node"}
+    name = f"node{rng.integers(1 << 30)}"
+    after = {"anyOf": [{"type": "null"}, {"$ref": f"#/$defs/{name}"}]}
+    properties = {"v": {"type": "integer", "minimum": 0, "maximum": 99}, "next": after}
+    node = {"type": "object", "properties": properties, "required": ["v", "next"], "additionalProperties": False}
+    return {"$defs": {name: node}, "$ref": f"#/$defs/{name}"}
 
 
 LEAVES: dict[str, Make] = {

@@ -52,7 +52,9 @@ def expect_small(text: str) -> None:
     jsonschema.validate(json.loads(text), SMALL)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0}, {"top_p": 0.7}, {"temperature": 2, "extra_body": {"top_k": 9}}])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0}, {"top_p": 0.7}, {"temperature": 2, "extra_body": {"top_k": 9}}]
+)
 def test_a_schema(chats: Running, sampling: dict[str, Any]) -> None:
     reply = chat(chats, response_format=SCHEMA_FORMAT, n=4, **sampling)
     for choice in reply.choices:
@@ -95,9 +97,9 @@ def test_any_object(chats: Running) -> None:
 def test_patterns_and_choices_of_vllm(chats: Running, extra: dict[str, Any], pattern: str) -> None:
     for text in (
         chat(chats, extra_body=extra).choices[0].message.content,
-        chats.client.completions.create(
-            model=chats.name, prompt="x", max_tokens=40, seed=1, extra_body=extra
-        ).choices[0].text,
+        chats.client.completions.create(model=chats.name, prompt="x", max_tokens=40, seed=1, extra_body=extra)
+        .choices[0]
+        .text,
     ):
         assert re.fullmatch(pattern, text, re.ASCII)
 
@@ -169,7 +171,7 @@ def test_what_cannot_be_followed_is_refused(chats: Running, body: dict[str, Any]
 
 def test_a_vocabulary_that_cannot_spell_it(characters: Running) -> None:
     """Letters alone: no brace can ever be sampled, and the client is told before it waits."""
-    with pytest.raises(openai.BadRequestError, match="cannot be held|no token"):
+    with pytest.raises(openai.BadRequestError, match=r"cannot be (held|followed)"):
         characters.client.completions.create(
             model=characters.name, prompt="a", max_tokens=4, extra_body={"response_format": {"type": "json_object"}}
         )

@@ -2,9 +2,9 @@
 
     Constraint -> Grammars.compiled, in a thread -> Grammar -> begin -> HeldReply -> allowed, at each step
 
-A grammar is compiled once and cached. Its size, its depth and the work on it are limited, so that a schema from a client costs
-seconds at most. Compiling is beside the steps, so other sequences go on. A reply's state follows from its tokens alone, so it
-does not matter how they were computed.
+A grammar is compiled once and cached. Its size, its depth and the work on it are limited, so that a schema from a client
+costs seconds at most. Compiling is beside the steps, so other sequences go on. A reply's state follows from its tokens
+alone, so it does not matter how they were computed.
 
 Any tokens that spell a valid text are allowed, so a reply is not bound to one tokenization of it, and no tokenizer is asked.
 The vocabulary has one id more here than in the model. It stands for the end of the reply: where the grammar allows it, the
@@ -31,6 +31,7 @@ from tidemill.core.serialization import parse_json
 
 KEPT = 64  # compiled grammars
 COMPILE_S = 60.0  # to compile one, and for the first one to read the vocabulary; its work is limited besides
+PARTS = 4000  # objects and lists of a schema: its compiler takes 4 s for so many, and four times as long for twice as many
 DEPTH = 4000  # levels that the compiler may recurse: it takes about 10 KB for each, and overflows end the process
 STACK = 256 << 20  # bytes of its thread's stack, which are taken as they are used
 LONGEST = 255  # bytes of a token; llguidance refuses vocabularies with far longer ones, so these are never allowed
@@ -102,7 +103,9 @@ class Grammars:
                 work = in_deep_thread(lambda: self._built(constraint), STACK)
                 grammar = await asyncio.wait_for(work, COMPILE_S)
             except TimeoutError:
-                raise ValueError(f"the {constraint.name} took more than {COMPILE_S:.0f} s to compile: give a smaller one") from None
+                raise ValueError(
+                    f"the {constraint.name} took more than {COMPILE_S:.0f} s to compile: give a smaller one"
+                ) from None
         self._done[constraint.digest] = grammar
         if len(self._done) > KEPT:
             self._done.popitem(last=False)
@@ -115,10 +118,14 @@ class Grammars:
             if self._tokenizer is None:
                 assert self._spelling is not None
                 self._tokenizer, self._vocab = _tokenizer_of(self._spelling())
-            matcher = LLMatcher(self._tokenizer, _source(constraint), log_level=0, limits=LLParserLimits(verbose_errors=False))
+            matcher = LLMatcher(
+                self._tokenizer, _source(constraint), log_level=0, limits=LLParserLimits(verbose_errors=False)
+            )
             _expect_sound(matcher, constraint)
         grammar = Grammar(constraint, matcher, self._vocab)
-        grammar.begin(()).allowed(np.zeros(0, np.int32), whole=True)  # so that one that nothing can follow is refused at once
+        grammar.begin(()).allowed(
+            np.zeros(0, np.int32), whole=True
+        )  # so that one that nothing can follow is refused at once
         return grammar
 
 
@@ -130,7 +137,9 @@ class Grammar:
 
     def begin(self, stops: Sequence[int]) -> HeldReply:
         """A reply without tokens yet. stops: the ids that end it."""
-        return HeldReply(self, self._matcher.deep_copy(), np.array([each for each in stops if 0 <= each < self.vocab], np.int64))
+        return HeldReply(
+            self, self._matcher.deep_copy(), np.array([each for each in stops if 0 <= each < self.vocab], np.int64)
+        )
 
 
 class HeldReply:
@@ -160,9 +169,7 @@ class HeldReply:
         self.kept, ends = bits[:-1], bool(bits[-1])
         self.kept[self._stops] = ends
         if not self.kept.any() and not (whole and ends):
-            raise ValueError(
-                f"the {constraint.name} cannot be followed after {len(reply)} tokens: no token of the vocabulary may come next"
-            )
+            raise ValueError(f"replies cannot be held to the {constraint.name}: none of its stop ids may be sampled here")
         return self.kept
 
 
@@ -180,7 +187,9 @@ def _contained(constraint: Constraint) -> Iterator[None]:
 def _expect_sound(matcher: Any, constraint: Constraint) -> None:
     """Raise ValueError when the matcher has given up, with its reason."""
     if matcher.is_error():
-        raise ValueError(f"replies cannot be held to the {constraint.name}: {_line(matcher.get_error())}")
+        why = _line(matcher.get_error())
+        why = "no token of the model may come next" if why.startswith("NoExtension") else why
+        raise ValueError(f"replies cannot be held to the {constraint.name}: {why}")
 
 
 def _line(message: str) -> str:
@@ -225,27 +234,28 @@ def _source(constraint: Constraint) -> str:
         schema = parse_json(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
     except CodecError as error:
         raise ValueError(f"the {constraint.name} is {error}") from None
-    if (depth := _depth(schema)) > DEPTH:
-        raise ValueError(f"the {constraint.name} is too deep: its levels times its references are {depth}, expected {DEPTH}")
     if schema is False or not isinstance(schema, dict | bool):
         raise ValueError(f"the {constraint.name} allows nothing: expected an object with keywords")
+    _expect_small({} if schema is True else schema, constraint.name)
     options = {"x-guidance": _OPTIONS}  # instead of those that the schema itself may ask for
     return f"{_HEAD}start: %json {json.dumps((schema if isinstance(schema, dict) else {}) | options)}\n"
 
 
-def _depth(schema: Any) -> int:
-    """A bound of the levels that a schema's compiler passes: each reference may lead through all of them again."""
-    deepest, references = 0, set[str]()
+def _expect_small(schema: Any, name: str) -> None:
+    """Raise ValueError for a schema that would take the compiler too long, or overflow its stack.
+
+    Each reference may lead it through all levels again.
+    """
+    deepest, count, references = 0, 0, set[str]()
     pending = [(schema, 1)]
     while pending:
         value, level = pending.pop()
-        deepest = max(deepest, level)
-        inner: Any = ()
-        if isinstance(value, dict):
-            inner = value.values()
-            if isinstance(to := value.get("$ref"), str):
-                references.add(to)
-        elif isinstance(value, list):
-            inner = value
-        pending += [(each, level + 1) for each in inner]
-    return deepest * (1 + len(references))
+        deepest, count = max(deepest, level), count + 1
+        if isinstance(value, dict) and isinstance(to := value.get("$ref"), str):
+            references.add(to)
+        inner = value.values() if isinstance(value, dict) else value
+        pending += [(each, level + 1) for each in inner if isinstance(each, dict | list)]
+    if count > PARTS:
+        raise ValueError(f"the {name} has {count} objects and lists: expected at most {PARTS}")
+    if (depth := deepest * (1 + len(references))) > DEPTH:
+        raise ValueError(f"the {name} is too deep: its levels times its references are {depth}, expected at most {DEPTH}")

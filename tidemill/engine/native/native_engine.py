@@ -140,7 +140,7 @@ class NativeEngine:
         return await self._result(self._submit(request, stream=False))
 
     def stream(self, request: GenerateRequest) -> Stream:
-        """Sample as `generate` does, token by token, after `grammars.compiled`. Close it, or cancel the iteration, to abort."""
+        """Sample as `generate` does, token by token, after `grammars.compiled`. Close it, or cancel its iteration."""
         return Stream(self._submit(request, stream=True), self._requests.forget)
 
     async def score(self, tokens: Array, policy: str, temperature: float = 1.0, top_k: int = 0) -> Scored:

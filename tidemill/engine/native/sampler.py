@@ -5,8 +5,9 @@ neither batching, preemption nor the order of arrival can change it. The token i
 exceeds it (inverse CDF, accumulated in float64 over blocks, then inside one block), so a token of probability zero is never
 chosen.
 
-`logprobs` belong to the distribution that was sampled: adjusted logits of the ids that a grammar allows, temperature, then
-top-k, then top-p on what top-k kept, and min-p, renormalised. `model_logprobs` belong to the unmodified model. A greedy choice is certain: its logprob is 0.
+`logprobs` belong to the distribution that was sampled: adjusted logits, of the ids that a grammar allows, temperature, then
+top-k, then top-p on what top-k kept, and min-p, renormalised. `model_logprobs` belong to the unmodified model. A greedy
+choice is certain: its logprob is 0.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class RowParams:
     min_p: np.ndarray  # [R] float64
     uniform: np.ndarray  # [R] float64 in [0, 1), see `uniforms`
     adjustments: dict[int, Adjustment] = field(default_factory=dict)  # by row
-    masks: dict[int, np.ndarray] = field(default_factory=dict)  # by row, [V] bool: the ids that a grammar allows, at least one
+    masks: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # by row, [V] bool: the ids that a grammar allows, at least one
 
     @property
     def truncated(self) -> np.ndarray:
