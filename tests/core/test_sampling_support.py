@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.core.sampling_support import Support, SupportRecord, joined
+from tidemill.core.sampling_support import Support, SupportRecord, joined_support
 from tidemill.core.serialization import decode, encode
 
 VOCAB = 40
@@ -74,7 +74,7 @@ def test_turns_are_joined(turns: list[tuple[list[Kept], bool]]) -> None:
             record.add(np.array(sorted(kept), np.int32)) if i % 2 else record.add_mask(mask(kept))
         parts.append((None if whole else record.support(), len(sets)))
         expected += [set(range(VOCAB))] * len(sets) if whole else sets
-    together = joined(parts)
+    together = joined_support(parts)
     if all(whole for _, whole in turns):
         assert together is None
     else:

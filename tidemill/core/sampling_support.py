@@ -62,7 +62,7 @@ class Support:
             raise ValueError(f"a support of {self.positions} positions for {positions} sampled tokens")
 
 
-def joined(parts: Iterable[tuple[Support | None, int]]) -> Support | None:
+def joined_support(parts: Iterable[tuple[Support | None, int]]) -> Support | None:
     """The supports of several stretches of sampled tokens as one; None if all of them had the whole vocabulary.
 
     parts: the support of each, None for the whole vocabulary, and its number of tokens.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.losses import LossInput
-from tidemill.core.sampling_support import Support, joined
+from tidemill.core.sampling_support import Support, joined_support
 from tidemill.core.token_extras import expect_aligned
 from tidemill.core.types import Array, Sample
 from tidemill.models.adapter_dropout import prefix_hashes
@@ -257,7 +257,7 @@ def _support(rows: list[BatchRow], counts: list[int], send: Callable[[Array], Te
             of.append(begin + sampled)
             parts.append((support, len(sampled)))
         begin += count
-    if (support := joined(parts)) is None:
+    if (support := joined_support(parts)) is None:
         return None
     places, sets = np.concatenate(of).astype(np.int64), support.set_of_each.astype(np.int64)
     ids, offsets = support.ids.astype(np.int64), support.offsets.astype(np.int64)
