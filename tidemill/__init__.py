@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from tidemill.core.types import InfraError, Score, Task, Unscorable
     from tidemill.envs.environment import environment
     from tidemill.envs.trl_environment import trl_environment
-    from tidemill.gateway.gateway import serve_chat
     from tidemill.run.api import Run, train
     from tidemill.tools.function_tool import tool
     from tidemill.tools.mcp_server import McpServer
@@ -49,7 +48,6 @@ _HOMES = {
     "Score": "core.types",
     "Task": "core.types",
     "Unscorable": "core.types",
-    "serve_chat": "gateway.gateway",
 }
 
 

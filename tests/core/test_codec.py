@@ -14,6 +14,7 @@ from tidemill.core.errors import CodecError
 from tidemill.core.serialization import decode, encode
 from tidemill.core.types import (
     Completion,
+    Constraint,
     Finish,
     GenerateRequest,
     Group,
@@ -57,11 +58,13 @@ def test_a_group_comes_back_equal(outcome):
     for name in ("tokens", "mask", "logprobs", "versions"):
         x, y = getattr(a, name), getattr(b, name)
         assert x.dtype == y.dtype and np.array_equal(x, y)
+    for name in ("ids", "offsets", "sets", "lacks"):
+        assert np.array_equal(getattr(a.support, name), getattr(b.support, name))
     assert (b.outcome, b.sources, b.parent, b.finish, b.info) == (a.outcome, a.sources, a.parent, a.finish, a.info)
     assert back.task == group.task
 
 
-@pytest.mark.parametrize("rest", [{}, {"policy": "teacher", "key": "g1/0", "constraint": "[0-9]+"}])
+@pytest.mark.parametrize("rest", [{}, {"policy": "teacher", "key": "g1/0", "constraint": Constraint("regex", "[0-9]+")}])
 def test_a_request_comes_back_equal(rest):
     request = GenerateRequest(np.arange(3, dtype=np.int32), SamplingParams(seed=2**63, stop_ids=(1, 2)), **rest)
     back = decode(encode((request,)), tuple[GenerateRequest])[0]

@@ -20,7 +20,7 @@ from contract_base import (
 
 from tidemill.core.interfaces import Capabilities, Engine
 from tidemill.core.token_extras import MODEL_LOGPROBS, taken
-from tidemill.core.types import GenerateRequest
+from tidemill.core.types import Constraint, GenerateRequest
 
 
 class CapabilityContract(ContractBase):
@@ -73,7 +73,7 @@ class CapabilityContract(ContractBase):
     async def test_a_constraint_is_refused_unless_declared(self, engine: Engine, able: Capabilities) -> None:
         if able.constraint:
             pytest.skip("constraint: declared, and no grammar is part of this contract")
-        await refused(engine.generate(GenerateRequest(PROMPT, FREE, constraint="[0-9]+")), "constraint")
+        await refused(engine.generate(GenerateRequest(PROMPT, FREE, constraint=Constraint("regex", "[0-9]+"))), "constraint")
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
     async def test_score_gives_what_generate_recorded(

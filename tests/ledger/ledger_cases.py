@@ -32,10 +32,16 @@ def trajectory(group_id: int, sample: int, length: int = 12) -> Trajectory:
         sample=sample,
         temperature=0.7,
         text=f"reply {sample} to {group_id} ✓",
-        support=Support(np.arange(3, dtype=np.int32), np.array([0, 1, 3], np.int32)) if sample else None,
+        support=_support(int(mask.sum())) if sample else None,
         parent=(0, 4) if sample else None,
         info={"queued_s": 0.5},
     )
+
+
+def _support(positions: int) -> Support:
+    """The first set of two ids, the others of all ids but one, which they share."""
+    sets = (np.arange(positions) > 0).astype(np.int32)
+    return Support(np.arange(3, dtype=np.int32), np.array([0, 2, 3], np.int32), sets, np.array([False, True]))
 
 
 def group(group_id: int, samples: int = 2, length: int = 12) -> Group:
@@ -52,7 +58,8 @@ def assert_same(a: Group, b: Group) -> None:
             assert getattr(x, name) == getattr(y, name), name
         assert (x.support is None) == (y.support is None)
         if x.support is not None and y.support is not None:
-            assert np.array_equal(x.support.ids, y.support.ids) and np.array_equal(x.support.offsets, y.support.offsets)
+            for name in ("ids", "offsets", "sets", "lacks"):
+                assert np.array_equal(getattr(x.support, name), getattr(y.support, name)), name
 
 
 OLDER = sorted((Path(__file__).parent / "schemas").glob("*.sql"))

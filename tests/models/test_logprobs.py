@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tidemill.models import logprobs as module
-from tidemill.models.logprobs import token_logprobs
+from tidemill.models.logprobs import KeptIds, token_logprobs
 
 
 def case(rows: int, vocab: int, width: int, dtype: torch.dtype = torch.float64) -> tuple[Any, Tensor, Tensor, Tensor]:
@@ -128,14 +129,28 @@ def test_frozen_weights_and_no_rows() -> None:
         assert empty.shape == (0,) and entropy is not None and entropy.shape == (0,)
 
 
+def kept_ids(kept: dict[int, list[int]], vocab: int, lacks: bool) -> KeptIds:
+    """The ids that rows keep, listed for each, or as those that they lack, where rows may share a set."""
+    lists = [sorted({*range(vocab)} - {*ids}) if lacks else ids for ids in kept.values()]
+    distinct = [list(each) for each in dict.fromkeys(map(tuple, lists))] if lacks else lists
+    offsets = torch.tensor([0, *np.cumsum([len(each) for each in distinct])])
+    sets = torch.tensor([distinct.index(each) for each in lists])
+    ids = torch.tensor([i for each in distinct for i in each])
+    return KeptIds(torch.tensor([*kept]), sets, ids, offsets, torch.full((len(distinct),), lacks))
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 3])
 @pytest.mark.parametrize("entropy", [True, False])
-def test_over_the_ids_that_were_kept(chunk: int | None, entropy: bool) -> None:
-    """Rows 1 and 3 are of a few ids only, the others of all; against the plain distribution over these ids."""
+@pytest.mark.parametrize("lacks", [False, True])
+@pytest.mark.parametrize("every", [False, True])
+def test_over_the_ids_that_were_kept(chunk: int | None, entropy: bool, lacks: bool, every: bool) -> None:
+    """Some rows, or every one, are of a few ids only; against the plain distribution over these ids."""
     head, hidden, targets, temperature = case(5, 9, 4)
     kept = {1: [int(targets[1]), 2, 7] if int(targets[1]) not in (2, 7) else [2, 7], 3: [int(targets[3])]}
-    of = torch.tensor([row for row, ids in kept.items() for _ in ids])
-    ids = torch.tensor([i for each in kept.values() for i in each])
+    if every:
+        both = sorted({int(targets[0]), int(targets[2]), int(targets[4]), 8})
+        kept = dict(sorted((kept | {0: both, 2: both, 4: both}).items()))
+    support = kept_ids(kept, 9, lacks)
     left_out = torch.zeros(5, 9, dtype=torch.bool)
     for row, each in kept.items():
         left_out[row] = True
@@ -143,7 +158,7 @@ def test_over_the_ids_that_were_kept(chunk: int | None, entropy: bool) -> None:
     logits = (hidden @ head.head_weight.T / temperature[:, None]).masked_fill(left_out, -1e9)
     distribution = torch.distributions.Categorical(logits=logits)
     expected = distribution.log_prob(targets).sum() + (distribution.entropy() @ torch.arange(5.0).double() if entropy else 0)
-    logp, found = token_logprobs(head, hidden, targets, temperature, entropy=entropy, support=(of, ids), chunk=chunk)
+    logp, found = token_logprobs(head, hidden, targets, temperature, entropy=entropy, support=support, chunk=chunk)
     total = logp.sum() + (found @ torch.arange(5.0).double() if found is not None else 0)
     assert torch.allclose(total, expected, rtol=1e-12) and float(logp[3].detach()) == 0
     for ours, theirs in zip(

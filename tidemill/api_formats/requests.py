@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from tidemill.api_formats.body_decoding import short
 from tidemill.api_formats.messages import FunctionTool, Message, ToolChoice, check_choice
 from tidemill.api_formats.parameters import FIRST, TEXT_ALONE, Parameters, expected
+from tidemill.api_formats.structured_output import FIELDS, asked_constraint
+from tidemill.core.constraints import Constraint
 from tidemill.core.errors import ApiError
 from tidemill.core.types import MIN_REPETITION, MIN_TEMPERATURE
 
@@ -38,7 +40,6 @@ UNCHANGING: dict[str, list[Any]] = {  # unsupported parameters, with the values 
     "functions": [[]],
     "function_call": ["none", "auto"],
     "modalities": [["text"]],
-    "response_format": [{"type": "text"}],
     "use_beam_search": [False],
     "length_penalty": [1],
     "include_stop_str_in_output": [False],
@@ -54,11 +55,7 @@ UNCHANGING: dict[str, list[Any]] = {  # unsupported parameters, with the values 
     "reasoning_effort": ["none"],
     "mm_processor_kwargs": [{}],
     "vllm_xargs": [{}],
-    "structured_outputs": [{}],
     "chat_template": [],
-    "guided_json": [],
-    "guided_regex": [],
-    "guided_choice": [[]],
     "guided_grammar": [],
     "verbosity": ["medium"],
 }
@@ -110,6 +107,12 @@ class Body(Parameters):
     return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+    response_format: Any = None  # this and what follows: see `structured_output`
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    _held: tuple[str, Constraint] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -145,6 +148,19 @@ class Body(Parameters):
             message = "stream_options was given without stream: set stream to true, or leave it out"
             raise ApiError(message, param="stream_options")
         return self
+
+    @model_validator(mode="after")
+    def _structured(self) -> Self:
+        self._held = asked_constraint({name: value for name in FIELDS if (value := getattr(self, name)) is not None})
+        if self._held is not None and self.ignore_eos and not self.stop_token_ids:
+            message = f"ignore_eos was given with {self._held[0]}: such a reply ends where it is complete, so leave it out"
+            raise ApiError(message, param="ignore_eos")
+        return self
+
+    @property
+    def held(self) -> tuple[str, Constraint] | None:
+        """The field that asks for structured output, and what the reply must be."""
+        return self._held
 
     @property
     def include_usage(self) -> bool:

@@ -35,6 +35,10 @@ class Vocabulary:
             return self.special[token].encode() if shown else b""
         return self._of(token, first)[0]
 
+    def spelling(self, size: int) -> list[bytes]:
+        """The bytes of each id below `size` behind another one; none for special tokens and unknown ids."""
+        return [self.data(token) for token in range(size)]
+
     def name(self, token: int, first: bool = False) -> str:
         """The name of a token shown alone: its text, or `bytes:\\xf0\\x9f` for a part of a character."""
         if token in self.special:

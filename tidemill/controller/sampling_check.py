@@ -151,7 +151,7 @@ async def _compare_frequencies(
     context = np.asarray(prompt)
     for depth in range(len(replies[0].tokens)):
         seen = Counter(int(reply.tokens[depth]) for reply in replies)
-        support = _support_at(replies[0], depth)
+        support = None if replies[0].support is None else replies[0].support.at(depth, vocab)
         candidates = support if support is not None else np.arange(vocab) if vocab <= WHOLE else np.array(sorted(seen))
         one = None if support is None else Support(support, np.array([0, len(support)], np.int32))
         rows = [_sample(np.append(context, each).astype(np.int32), len(context), temperature, one) for each in candidates]
@@ -190,13 +190,6 @@ def pearson(observed: Array, probabilities: Array, count: int, all_known: bool) 
         last = cells.pop()
         cells.append((last[0] + rest[0], last[1] + rest[1]))
     return float(sum((o - e) ** 2 / e for e, o in cells if e > 0)), len(cells) - 1
-
-
-def _support_at(reply: Completion, depth: int) -> Array | None:
-    if reply.support is None:
-        return None
-    begin, end = reply.support.offsets[depth : depth + 2]
-    return reply.support.ids[begin:end]
 
 
 def _sample(tokens: Array, start: int, temperature: float, support: Support | None) -> Sample:

@@ -26,6 +26,8 @@ def check_row(t: Trajectory) -> None:
     if (given := t.given) is not None and (given.shape != shape or given.dtype != bool or (given & t.mask).any()):
         raise ValueError("trajectory has given tokens that are no tokens of it, or that were sampled")
     expect_aligned(t.extras, len(t.tokens), "a trajectory")
+    if t.support is not None:
+        t.support.check(t.sampled)
 
 
 def expect_one_outcome(group: Group) -> None:

@@ -46,3 +46,38 @@ async def in_thread(
             stop.set()
         await asyncio.wait({working})  # bounded: it reads or writes this machine's memory or files
         raise
+
+
+async def in_deep_thread(work: Callable[[], T], stack: int) -> T:
+    """Run `work` in a thread of its own, of lower priority and with a stack of so many bytes, and return its result.
+
+    For code that recurses as deep as its input. A cancellation leaves the thread to itself: `work` has to end by itself, and
+    may not use what its caller gives back. What it raises is raised here, whatever it is.
+    """
+    loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def deliver(value: T | None, error: BaseException | None) -> None:
+        if result.done():
+            return
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
+
+    def run() -> None:
+        value, raised = None, None
+        try:
+            _stand_back()
+            value = work()
+        except BaseException as error:  # the panics of extensions are not Exceptions
+            raised = error
+        with suppress(RuntimeError):  # the loop was closed: nobody waits
+            loop.call_soon_threadsafe(deliver, value, raised)
+
+    thread = threading.Thread(target=run, name="deep", daemon=True)
+    before = threading.stack_size(stack)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    return await result  # bounded: by the caller's deadline

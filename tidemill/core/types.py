@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tidemill.core.constraints import Constraint as Constraint
 from tidemill.core.policy_version import Version as Version
+from tidemill.core.sampling_support import Support as Support
 from tidemill.core.token_extras import TokenExtras
 
 Array = np.ndarray
@@ -106,16 +108,8 @@ class GenerateRequest:
     params: SamplingParams
     policy: str = "policy"  # whose weights sample it
     key: str = ""  # the episode: requests of one key share their prefix cache and are aborted together
-    constraint: str | None = None  # a grammar that the reply must follow; an engine without that capability refuses it
+    constraint: Constraint | None = None  # what the reply must be; an engine without that capability refuses it
     extras: tuple[str, ...] = ()  # names of the token extras to return; an engine refuses one that it does not declare
-
-
-@dataclass(slots=True)
-class Support:
-    """Token ids that each position was sampled from when truncated: row t is `ids[offsets[t]:offsets[t + 1]]`."""
-
-    ids: Array  # [sum of row sizes] int32
-    offsets: Array  # [T + 1] int32
 
 
 @dataclass(slots=True)
@@ -129,7 +123,7 @@ class Completion:
     finish: Finish
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
-    support: Support | None = None
+    support: Support | None = None  # None where every token was sampled from the whole vocabulary
     top_ids: Array | None = None  # [n, k] int32, when top_logprobs = k > 0
     top_logprobs: Array | None = None  # [n, k] float32
     queued_s: float = 0.0  # from arrival to the first scheduled step

@@ -11,10 +11,12 @@ from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Array, GenerateRequest, SamplingParams, Version
 
 
-def check_request(asked: GenerateRequest, engine: str, extras: Sequence[TokenExtra]) -> None:
-    """Raise ValueError when a request asks for a grammar, or for a token extra that is not among `extras`."""
-    if asked.constraint is not None:
+def check_request(asked: GenerateRequest, engine: str, extras: Sequence[TokenExtra], *, holds: bool = False) -> None:
+    """Raise ValueError for a constraint, unless the engine `holds` replies to one, and for an extra not among `extras`."""
+    if asked.constraint is not None and not holds:
         raise ValueError(f"engine {engine} cannot hold a reply to a grammar: leave out `constraint`")
+    if asked.constraint is not None and asked.params.ignore_eos and not asked.params.stop_ids:
+        raise ValueError("ignore_eos with `constraint`: a reply ends where its grammar does; leave ignore_eos out")
     if unknown := sorted({*asked.extras} - {extra.name for extra in extras}):
         raise ValueError(f"engine {engine} does not return the token extra {unknown[0]!r}: leave it out of `extras`")
 

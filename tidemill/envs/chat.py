@@ -23,19 +23,18 @@ from tidemill.core.errors import ContextFull, EpisodeOver, Exceeds, PolicyMismat
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import Sampler
 from tidemill.core.reply import Reply
+from tidemill.core.sampling_support import joined_support
 from tidemill.core.seeding import derive_seed
 from tidemill.core.token_extras import TokenExtra, TokenExtras, joined, taken
 from tidemill.core.types import (
     CUT_AT,
     OWN_LIMIT,
-    Array,
     Completion,
     Finish,
     GenerateRequest,
     Outcome,
     Said,
     SamplingParams,
-    Support,
     Trajectory,
     Version,
 )
@@ -197,7 +196,7 @@ class EpisodeChat(AgentChat):
             turns=len(replies),
             temperature=self._params.temperature,
             text=part.nodes[-1].text if part.nodes else "",
-            support=_support(replies),
+            support=joined_support((reply.support, len(reply.tokens)) for reply in replies),
             parent=part.parent,
             info=_info(replies),
             said=tuple(Said("assistant", str(m["content"]), policy=True) if own else _heard(m) for m, own in part.said),
@@ -316,18 +315,3 @@ def _entries(reply: Completion) -> TokenExtras:
     """The entries that are recorded for each token of a reply."""
     sampled = np.ones(len(reply.tokens), np.bool_)
     return {**reply.extras, "mask": sampled, "logprobs": reply.logprobs, "versions": reply.versions}
-
-
-def _join(pieces: list[Array], kind: type) -> Array:
-    return np.concatenate(pieces).astype(kind, copy=False) if pieces else np.zeros(0, kind)
-
-
-def _support(replies: list[Completion]) -> Support | None:
-    """The supports of all replies as one, whose rows align with the sampled positions in order."""
-    parts = [reply.support for reply in replies if reply.support is not None]
-    if not parts:
-        return None
-    assert len(parts) == len(replies), "an engine gave support for some turns of an episode only"
-    shifts = np.cumsum([0, *(part.offsets[-1] for part in parts)])
-    offsets = [part.offsets[1:] + shift for part, shift in zip(parts, shifts, strict=False)]
-    return Support(_join([part.ids for part in parts], np.int32), _join([np.zeros(1, np.int32), *offsets], np.int32))

@@ -10,6 +10,7 @@ bfloat16 into float32, its weights and inputs may be bfloat16, as in an engine t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,36 @@ from tidemill.models.kernels.cuda.launchers import Gpu
 from tidemill.models.kernels.library import gpu
 from tidemill.models.trained_linear import NARROW, add_product, mixes, product
 
-Support = tuple[Tensor, Tensor]
+
+@dataclass(frozen=True, slots=True)
+class KeptIds:
+    """The ids that some of N rows are over, as sets that rows may share. Other rows are over the whole vocabulary."""
+
+    rows: Tensor  # [K] int64, ascending
+    sets: Tensor  # [K] int64: the set of each
+    ids: Tensor  # [sum of the lists] int64
+    offsets: Tensor  # [S + 1] int64: set s lists `ids[offsets[s]:offsets[s + 1]]`
+    lacks: Tensor  # [S] bool: the set is all ids but those that it lists
+
+    def left_out(self, begin: int, rows: int, vocab: int) -> Tensor | None:
+        """[rows, V] bool: ids that the rows from `begin` on are not over; None if there are none."""
+        device = self.rows.device
+        low, high = torch.searchsorted(self.rows, torch.tensor([begin, begin + rows], device=device)).tolist()
+        if low == high:
+            return None
+        sets, own = self.sets[low:high].unique(return_inverse=True)
+        first, lengths = self.offsets[sets], self.offsets[sets + 1] - self.offsets[sets]
+        of = torch.repeat_interleave(torch.arange(len(sets), device=device), lengths)
+        behind = torch.arange(len(of), device=device) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        lacks = self.lacks[sets]
+        out = (~lacks)[:, None].repeat(1, vocab)
+        out[of, self.ids[first[of] + behind]] = lacks[of]
+        if high - low == rows:
+            return out[own]
+        result = torch.zeros((rows, vocab), dtype=torch.bool, device=device)
+        result[self.rows[low:high] - begin] = out[own]
+        return result
+
 
 _PLAIN = 1 << 20  # logits up to which the plain path is taken: 4 MiB in float32
 _CHUNK = {"cpu": 1 << 20}  # logits held at a time, about what the caches hold
@@ -38,16 +68,15 @@ def token_logprobs(
     temperature: Tensor | float = 1.0,
     *,
     entropy: bool = False,
-    support: Support | None = None,
+    support: KeptIds | None = None,
     chunk: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(log p(target) [N], entropy [N] or None) of softmax(logits / temperature), in nats.
 
     Both can be differentiated. hidden [N, D], targets [N] int64, temperature > 0: [N] or one for all (no gradient flows
-    to it). support: (rows [S] int64, ascending, ids [S] int64). Rows that occur in it have the distribution over their
-    ids alone, as top-p, top-k and min-p leave it; the other rows have the whole vocabulary. chunk: rows that are
-    projected at a time; None chooses by memory, and takes the plain path for small problems. dtype: bfloat16 if the
+    to it). support: the ids that rows have their distribution over, as truncation and grammars leave them. chunk: rows that
+    are projected at a time; None chooses by memory, and takes the plain path for small problems. dtype: bfloat16 if the
     factors of products, and the logits' gradient, may be rounded to it on a device that can. Results are float32,
     float64 for float64 weights. Raises ValueError for a temperature that is not positive: greedy tokens have no logprob
     to train on.
@@ -77,7 +106,7 @@ def chunk_rows(vocab: int, device: str) -> int:
 
 
 def _plain(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool, support: Support | None
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool, support: KeptIds | None
 ) -> tuple[Tensor, Tensor | None]:
     scaled = F.linear(hidden, weight) / temperature[:, None]  # [N, V]
     left_out = _left_out(support, 0, *scaled.shape)
@@ -89,19 +118,8 @@ def _plain(
     return logprobs, -(every.exp() * known).sum(-1)
 
 
-def _left_out(support: Support | None, begin: int, rows: int, vocab: int) -> Tensor | None:
-    """[rows, V] bool: ids that the rows from `begin` on were not sampled from; None if there are none."""
-    if support is None:
-        return None
-    of, ids = support
-    low, high = torch.searchsorted(of, torch.tensor([begin, begin + rows], device=of.device)).tolist()
-    if low == high:
-        return None
-    of, ids = of[low:high] - begin, ids[low:high]
-    result = torch.zeros((rows, vocab), dtype=torch.bool, device=of.device)
-    result[of] = True
-    result[of, ids] = False
-    return result
+def _left_out(support: KeptIds | None, begin: int, rows: int, vocab: int) -> Tensor | None:
+    return None if support is None else support.left_out(begin, rows, vocab)
 
 
 class _Chunked(torch.autograd.Function):
@@ -115,7 +133,7 @@ class _Chunked(torch.autograd.Function):
         targets: Tensor,
         temperature: Tensor,
         entropy: bool,
-        support: Support | None,
+        support: KeptIds | None,
         chunk: int,
         narrow: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.losses import LossInput
+from tidemill.core.sampling_support import Support, joined_support
 from tidemill.core.token_extras import expect_aligned
 from tidemill.core.types import Array, Sample
 from tidemill.models.adapter_dropout import prefix_hashes
 from tidemill.models.kernels.cpu.packed_sequences import Families
+from tidemill.models.logprobs import KeptIds
 
 WORTH_CHOOSING = 0.98  # if a larger share of packed tokens predicts something, selecting them costs what it saves
 _WORTH = 0.1  # if a smaller share of a row is common, sharing it costs more than it saves
@@ -69,7 +71,7 @@ class Batch:
     weights: Tensor  # [M]
     inputs: dict[str, Tensor]  # [M] each: behaviour, old, advantages; reference, lag, old_values, returns if there are any
     extras: dict[str, Tensor]  # [M, *shape] each
-    support: tuple[Tensor, Tensor] | None  # ids that truncated sampling kept, see `models.logprobs`
+    support: KeptIds | None  # ids that truncation and grammars kept
     sequence: Tensor  # [M] int64: the attempt of each, 0 .. attempts - 1
     attempts: int
     losses: dict[str, Tensor | None]  # loss id -> [M] bool mask of its tokens; None: all of them
@@ -246,13 +248,17 @@ def _known(sample: Sample, field: str) -> Array:
     return np.full(sample.tokens.shape, np.int32(0) if field == "lags" else np.float32(np.nan)) if values is None else values
 
 
-def _support(rows: list[BatchRow], counts: list[int], send: Callable[[Array], Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Pairs (predicted token [S], id [S]) for every id that a token was sampled from; None if none."""
-    of, ids, begin = [], [], 0
+def _support(rows: list[BatchRow], counts: list[int], send: Callable[[Array], Tensor]) -> KeptIds | None:
+    """The ids that tokens were sampled from, among the predicted tokens; None if all had the whole vocabulary."""
+    of, parts, begin = list[Array](), list[tuple[Support, int]](), 0
     for row, count in zip(rows, counts, strict=True):
         if (support := row.sample.support) is not None:
-            sampled = np.flatnonzero(row.sample.mask[row.where])  # among the predicted tokens; support has a row for each
-            of.append(begin + np.repeat(sampled, np.diff(support.offsets)))
-            ids.append(support.ids)
+            sampled = np.flatnonzero(row.sample.mask[row.where])  # among the predicted tokens
+            of.append(begin + sampled)
+            parts.append((support, len(sampled)))
         begin += count
-    return (send(np.concatenate(of).astype(np.int64)), send(np.concatenate(ids).astype(np.int64))) if of else None
+    if (support := joined_support(parts)) is None:
+        return None
+    places, sets = np.concatenate(of).astype(np.int64), support.set_of_each.astype(np.int64)
+    ids, offsets = support.ids.astype(np.int64), support.offsets.astype(np.int64)
+    return KeptIds(send(places), send(sets), send(ids), send(offsets), send(support.lacking))

@@ -18,7 +18,7 @@ from tidemill.core.errors import EngineFailed, PolicyMismatch
 from tidemill.core.executors import background
 from tidemill.core.interfaces import Engine
 from tidemill.core.policy_version import PolicyKey
-from tidemill.core.types import Finish, GenerateRequest, SamplingParams, Version
+from tidemill.core.types import Constraint, Finish, GenerateRequest, SamplingParams, Version
 from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.engine.native import weight_updates
 from tidemill.engine.native.engine_settings import EngineSettings
@@ -85,8 +85,8 @@ async def test_what_cannot_be_served_is_refused(started):
     ):
         with pytest.raises(ValueError, match=message):
             await under_test.generate(GenerateRequest(tokens, params, policy))
-    with pytest.raises(ValueError, match="engine engine-0 cannot hold a reply to a grammar"):
-        await under_test.generate(GenerateRequest(prompt(), params, constraint="[0-9]+"))
+    with pytest.raises(ValueError, match="engine engine-0 has no vocabulary to hold a reply to a grammar"):
+        await under_test.generate(GenerateRequest(prompt(), params, constraint=Constraint("regex", "[0-9]+")))
     with pytest.raises(ValueError, match="temperature"):
         await under_test.score(prompt(), "policy", 0.0, 0)
     assert len((await under_test.generate(GenerateRequest(np.zeros(95, np.int32), params))).tokens) == 1

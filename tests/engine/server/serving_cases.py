@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from openai import AsyncOpenAI, OpenAI
 
+from tidemill.api_formats.vocabulary import Vocabulary
 from tidemill.core.types import Completion, GenerateRequest, SamplingParams, Scored, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
@@ -75,8 +76,16 @@ def chat_model(folder: Path, context: int = 256) -> Path:
 
 def make_engine(folder: Path) -> NativeEngine:
     settings = EngineSettings(device="cpu", max_sequences=64, kv_memory_mb=32)
-    ends = ModelFolder.open(folder).stop_ids
-    return NativeEngine(load_folder(folder), settings, receiver=None, version=Version(0), name="engine", eos_ids=ends)
+    model = ModelFolder.open(folder)
+    return NativeEngine(
+        load_folder(folder),
+        settings,
+        receiver=None,
+        version=Version(0),
+        name="engine",
+        eos_ids=model.stop_ids,
+        spelling=lambda: Vocabulary(model.tokenizer).spelling(model.architecture.vocab),
+    )
 
 
 def generate(folder: Path, tokens: Any, params: SamplingParams) -> Completion:

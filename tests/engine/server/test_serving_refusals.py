@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "one of two": ("completions", {"prompt": ["a", "a" * 300]}, 400, "300 tokens"),
     "half a pair": ("completions", {"prompt": "\ud800"}, 400, "Unicode"),
     "tools": ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools"),
-    "json mode": ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format"),
+    "json mode": ("chat/completions", {"response_format": {"type": "json"}}, 400, "response_format"),
     "alternatives": ("chat/completions", {"top_logprobs": 2}, 400, "logprobs to true"),
     "limits": ("chat/completions", {"max_tokens": 2, "max_completion_tokens": 3}, 400, "differ"),
     "no messages": ("chat/completions", {"messages": []}, 400, "messages"),

@@ -51,6 +51,7 @@ async def _serve(
 ) -> None:
     import torch
 
+    from tidemill.api_formats.vocabulary import Vocabulary
     from tidemill.engine.native.native_engine import NativeEngine
     from tidemill.engine.server.app import make_app
     from tidemill.engine.server.service import Service
@@ -65,7 +66,15 @@ async def _serve(
     if (settings.context or 0) > folder.architecture.context:
         raise ConfigError(f"--context {settings.context}: this model's context is {folder.architecture.context}")
     decoder = load_folder(model, dtype=getattr(torch, settings.dtype))
-    engine = NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine", eos_ids=folder.stop_ids)
+    engine = NativeEngine(
+        decoder,
+        settings,
+        receiver=None,
+        version=Version(0),
+        name="engine",
+        eos_ids=folder.stop_ids,
+        spelling=lambda: Vocabulary(folder.tokenizer).spelling(folder.architecture.vocab),
+    )
     able = await engine.capabilities()
     context = able.context
     name = served_name(model)

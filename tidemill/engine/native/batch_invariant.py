@@ -179,13 +179,13 @@ def _sample(hidden: Tensor, head: Tensor, ask: RowParams, top: int) -> tuple[Sam
 
 
 def _sample_block(logits: Tensor, ask: RowParams, rows: np.ndarray, into: Sampled) -> None:
-    """Sample a block: rows with truncation or adjustments one by one, all others together.
+    """Sample a block: rows with truncation, adjustments or masks one by one, all others together.
 
     The truncation's search width depends on the rows that it is given.
     """
-    own = ask.truncated[rows] | np.isin(rows, list(ask.adjustments))
+    own = ask.truncated[rows] | np.isin(rows, [*ask.adjustments, *ask.masks])
     if not own.all():
-        plain = replace(_take(ask, _filled(rows)), adjustments={})
+        plain = replace(_take(ask, _filled(rows)), adjustments={}, masks={})
         plain.top_p[:], plain.top_k[:], plain.min_p[:] = 1.0, 0, 0.0
         _merge(into, sample(logits, plain), np.flatnonzero(~own), rows)
     for i in np.flatnonzero(own).tolist():
@@ -194,9 +194,11 @@ def _sample_block(logits: Tensor, ask: RowParams, rows: np.ndarray, into: Sample
 
 
 def _take(ask: RowParams, rows: np.ndarray) -> RowParams:
-    arrays = {field.name: getattr(ask, field.name)[rows] for field in fields(ask) if field.name != "adjustments"}
-    adjustments = {i: ask.adjustments[row] for i, row in enumerate(rows.tolist()) if row in ask.adjustments}
-    return RowParams(**arrays, adjustments=adjustments)
+    values = {field.name: getattr(ask, field.name) for field in fields(ask)}
+    by_row = {name: value for name, value in values.items() if isinstance(value, dict)}
+    arrays = {name: value[rows] for name, value in values.items() if name not in by_row}
+    own = {name: {i: of[row] for i, row in enumerate(rows.tolist()) if row in of} for name, of in by_row.items()}
+    return RowParams(**arrays, **own)
 
 
 def _merge(into: Sampled, part: Sampled, picked: np.ndarray, rows: np.ndarray) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from tidemill.api_formats.vocabulary import Vocabulary
 from tidemill.core.errors import UnsupportedModel
 from tidemill.core.types import Version
 from tidemill.engine.engine_kinds import UNPUBLISHED, EngineSpec
@@ -17,7 +18,7 @@ from tidemill.models.adapter_update import ReceivedAdapter, adapter_of_folder
 from tidemill.models.decoder import Decoder
 from tidemill.models.quantised_base import load_served
 from tidemill.models.served_weights import Contents
-from tidemill.models.tokenizer import generation_config, stop_ids
+from tidemill.models.tokenizer import generation_config, load_tokenizer, stop_ids
 from tidemill.models.weight_slices import Receiver
 from tidemill.runtime.cpu_sharing import Cores
 
@@ -38,6 +39,7 @@ def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> NativeEn
         cached_versions=spec.cached_versions,
         spare=not spec.sleeps,
         adapted=spec.adapters,
+        spelling=lambda: Vocabulary(load_tokenizer(spec.model)).spelling(decoder.arch.vocab),
     )
 
 

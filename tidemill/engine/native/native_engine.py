@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from tidemill.engine.native.cache_size import device_of, pages_of
 from tidemill.engine.native.cuda_graphs import paged_cache
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.first_weights import first_weights
+from tidemill.engine.native.grammars import Grammars
 from tidemill.engine.native.kept_conversations import KeptConversations
 from tidemill.engine.native.kv_blocks import BlockManager
 from tidemill.engine.native.paged_attention import PagedCache
@@ -78,6 +80,7 @@ class NativeEngine:
         cached_versions: int = 2,
         spare: bool = True,
         adapted: bool = False,
+        spelling: Callable[[], list[bytes]] | None = None,
     ) -> None:
         """Serve `decoder`, which is cast and moved as `settings` say and belongs to the engine from now on.
 
@@ -86,6 +89,7 @@ class NativeEngine:
         parameters say `ignore_eos`. cores: taken before each step. cached_versions: how many recent versions keep their
         prefix cache; an episode between two turns still has KV of the version it began with. spare: take the memory of the
         next version's weights now. adapted: versions are adapters, which are added to the decoder's weights.
+        spelling: the bytes of each token id, to hold replies to a grammar; None: none can be held here.
         """
         self.name, self.settings, self.eos_ids = name, settings, eos_ids
         device = device_of(settings.device)
@@ -107,7 +111,7 @@ class NativeEngine:
         self._slots = Slots(settings.max_sequences, self._scheduler.context)
         self._cache: PagedCache | None = self._new_cache()  # None while asleep
         self._requests = RequestTable(self._scheduler)  # everything that waits or runs
-        self._episodes = KeptConversations()
+        self.grammars, self._episodes = Grammars(name, spelling), KeptConversations()
         self._speculation = Speculation(settings.speculation, settings.max_sequences)
         self._activity, self._cores = Activity(), cores or Cores()
         self._updates = WeightUpdater(
@@ -128,13 +132,15 @@ class NativeEngine:
 
     async def capabilities(self) -> Capabilities:
         several, takes = not self.settings.batch_invariant, self._updates.takes
-        return Capabilities(self._scheduler.context, extras=EXTRAS, sleep=True, policies=several, updates=takes)
+        context, holds = self._scheduler.context, self.grammars.available
+        return Capabilities(context, extras=EXTRAS, constraint=holds, sleep=True, policies=several, updates=takes)
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        await self.grammars.compiled(request.constraint)
         return await self._result(self._submit(request, stream=False))
 
     def stream(self, request: GenerateRequest) -> Stream:
-        """Sample as `generate` does, token by token. Close it (`aclose`, or cancel the iteration) to abort."""
+        """Sample as `generate` does, token by token, after `grammars.compiled`. Close it, or cancel its iteration."""
         return Stream(self._submit(request, stream=True), self._requests.forget)
 
     async def score(self, tokens: Array, policy: str, temperature: float = 1.0, top_k: int = 0) -> Scored:
@@ -214,6 +220,7 @@ class NativeEngine:
         if self._loop is not None:
             await asyncio.wait([self._loop])  # bounded: by one step
         await self._updates.close()
+        self.grammars.close()
         self._cache = None
 
     def _run(self) -> None:
@@ -275,9 +282,10 @@ class NativeEngine:
         params = self._slots.params(slots, plan.sample_positions)
         if self._slots.adjusted[slots].any():  # a step that samples for them is never ahead: their replies are known
             params.adjustments = self._slots.adjustments(slots, plan.sample_positions, self._scheduler.tokens)
+        params.masks, stuck = self._slots.masks(slots, plan.sample_positions, self._scheduler.tokens)  # never ahead, either
         top = int(self._slots.top[slots].max(initial=0))
         probes = [probe_of(self._slots.requests[c.slot], c) for c in plan.probes]
-        waits = top or probes or params.adjustments or params.truncated.any() or (plan.drafted >= 0).any()
+        waits = top or probes or params.adjustments or params.masks or params.truncated.any() or (plan.drafted >= 0).any()
         if ahead := cache.ahead and not waits:
             read = launch(weights, cache, plan, table, params)
         else:
@@ -285,6 +293,8 @@ class NativeEngine:
             output = compute(weights, cache, plan, table, params, top, probes)
             read = lambda: output  # noqa: E731
         self._scheduler.advance(plan)
+        for request, error in stuck:  # what the step samples for it does not count
+            self._requests.refuse(request, error)
         return UnderWay(plan, self._updates.served.epochs[plan.policies[plan.sample_rows]], read), not ahead
 
     def _settle(self) -> None:
@@ -332,12 +342,13 @@ class NativeEngine:
                 self._requests.finish(done, scored(done.probed, self._updates.served.present(done.sequence.policy)))
 
     def _submit(self, asked: GenerateRequest, *, stream: bool) -> ActiveRequest:
-        check_request(asked, self.name, EXTRAS)
+        check_request(asked, self.name, EXTRAS, holds=True)
         (tokens, policy), params, key = self._check(asked.tokens, asked.policy), asked.params, asked.key
-        stops = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)
+        stops = tuple(dict.fromkeys(params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)))
         sequence = Sequence(tokens, limit=len(tokens) + params.max_tokens, policy=policy, last=params.last)
         sequence.salt = self._episodes.salt(key, asked.policy, tokens)
-        request = ActiveRequest(sequence, time.monotonic(), params, key, tuple(dict.fromkeys(stops)), asked.extras)
+        held = self.grammars.begin(asked.constraint, stops)
+        request = ActiveRequest(sequence, time.monotonic(), params, key, stops, asked.extras, held=held)
         if stream:
             request.stream = asyncio.Queue()
         self._requests.add(request)

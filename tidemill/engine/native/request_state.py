@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.core.sampling_support import SupportRecord
 from tidemill.core.token_extras import MODEL_LOGPROBS
-from tidemill.core.types import Completion, Finish, SamplingParams, Scored, Support, Version
+from tidemill.core.types import Completion, Finish, SamplingParams, Scored, Version
+from tidemill.engine.native.grammars import HeldReply
 from tidemill.engine.native.runner import Output, Probe, Probed
 from tidemill.engine.native.sampler import Adjustment, RowParams, mixed, uniforms
 from tidemill.engine.native.scheduler import Scheduler
@@ -42,28 +44,24 @@ class ActiveRequest:
     queued_s: float = 0.0
     first_token_s: float = 0.0
     prompt_key: bytes = b""  # see `drafts.key_of`; empty until it is needed
-    supports: list[np.ndarray] = field(default_factory=list)
+    held: HeldReply | None = None  # for a reply that is held to a grammar
+    record: SupportRecord | None = field(init=False)  # what its tokens are sampled from, if not the whole vocabulary
     tops: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     temperature: float = 1.0  # temperature of a score
     top_k: int = 0
     probed: Probed | None = None  # rows by position
 
-    @property
-    def truncated(self) -> bool:
+    def __post_init__(self) -> None:
         p = self.params
-        return p is not None and p.temperature > 0 and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)
+        chosen = p is not None and p.temperature > 0  # a greedy token is chosen from no distribution
+        partly = p is not None and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0 or self.held is not None)
+        self.record = SupportRecord() if chosen and partly else None
 
     @property
     def detailed(self) -> bool:
         """True when its tokens need more than the per-slot arrays."""
-        return self.stream is not None or self.truncated or (self.params is not None and self.params.top_logprobs > 0)
-
-    def support(self) -> Support | None:
-        if not self.truncated:
-            return None
-        offsets = np.zeros(len(self.supports) + 1, np.int32)
-        np.cumsum([len(s) for s in self.supports], out=offsets[1:])
-        return Support(np.concatenate(self.supports) if self.supports else np.zeros(0, np.int32), offsets)
+        listed = self.params is not None and self.params.top_logprobs > 0
+        return self.stream is not None or self.record is not None or listed
 
 
 class Slots:
@@ -77,6 +75,7 @@ class Slots:
         self.seed = np.zeros(slots, np.uint64)  # mixed
         self.detailed = np.zeros(slots, bool)
         self.adjusted = np.zeros(slots, bool)
+        self.held = np.zeros(slots, bool)  # to a grammar
         self.fresh = np.zeros(slots, bool)  # True until its first token is sampled
         self.stops = [
             np.full(slots, -1, np.int64)
@@ -96,6 +95,7 @@ class Slots:
         self.top_k[slot], self.top[slot] = params.top_k, params.top_logprobs
         self.seed[slot] = mixed(np.array([params.seed % 2**64], np.uint64))[0]
         self.detailed[slot], self.adjusted[slot], self.fresh[slot] = request.detailed, params.adjusted, True
+        self.held[slot] = request.held is not None
         while len(request.stops) > len(self.stops):
             self.stops.append(np.full_like(self.limit, -1))
         for i, stops in enumerate(self.stops):
@@ -122,6 +122,23 @@ class Slots:
             begin = len(request.sequence.prompt)
             found[i] = Adjustment(request.params, request.stops, row[:begin], row[begin : positions[i]])
         return found
+
+    def masks(
+        self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray
+    ) -> tuple[dict[int, np.ndarray], list[tuple[ActiveRequest, ValueError]]]:
+        """Masks of the rows that are held to a grammar, and the requests that cannot be followed further.
+
+        tokens: [slot, position], known below each row's position.
+        """
+        found, failed = dict[int, np.ndarray](), list[tuple[ActiveRequest, ValueError]]()
+        for i in np.flatnonzero(self.held[slots]).tolist():
+            request = self.requests[slots[i]]
+            assert request is not None and request.held is not None
+            try:
+                found[i] = request.held.allowed(tokens[slots[i], len(request.sequence.prompt) : positions[i]])
+            except ValueError as error:
+                failed.append((request, error))
+        return found, failed
 
     def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """True, [n] bool, for rows that end with their token."""
@@ -171,15 +188,19 @@ class RequestTable:
         if request.stream is not None:
             request.stream.put_nowait(None)
 
+    def refuse(self, request: ActiveRequest, error: Exception) -> None:
+        """Remove a request, and raise `error` in its caller."""
+        self.forget(request)
+        assert request.future is not None
+        if not request.future.done():
+            request.future.set_exception(error)
+        if request.stream is not None:
+            request.stream.put_nowait(None)
+
     def fail(self, error: Exception) -> None:
         """Remove every request, and raise `error` in its caller."""
         for request in list(self.under_way.values()):
-            self.forget(request)
-            assert request.future is not None
-            if not request.future.done():
-                request.future.set_exception(error)
-            if request.stream is not None:
-                request.stream.put_nowait(None)
+            self.refuse(request, error)
 
 
 class Stream(AsyncIterator[Token]):
@@ -233,7 +254,7 @@ def completion(
         finish=finish,
         prompt_tokens=first,
         cached_tokens=request.sequence.cached,
-        support=request.support(),
+        support=None if request.record is None else request.record.support(),
         top_ids=np.stack([ids for ids, _ in tops]) if tops else None,
         top_logprobs=np.stack([logprobs for _, logprobs in tops]) if tops else None,
         queued_s=request.queued_s,
@@ -280,8 +301,10 @@ def record_details(request: ActiveRequest | None, i: int, output: Output) -> Non
     """Store the support, the alternatives and the streamed token of sampled row `i`."""
     assert request is not None and request.params is not None
     sampled, top = output.sampled, list[tuple[int, float]]()
-    if i in sampled.supports:
-        request.supports.append(sampled.supports[i])
+    if request.record is not None and i in sampled.supports:
+        request.record.add(sampled.supports[i])
+    elif request.record is not None and request.held is not None:
+        request.record.add_mask(request.held.kept)
     if output.top_ids is not None and output.top_logprobs is not None and (count := request.params.top_logprobs):
         ids, logprobs = output.top_ids[i, :count], output.top_logprobs[i, :count]
         request.tops.append((ids, logprobs))

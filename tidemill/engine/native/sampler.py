@@ -5,8 +5,9 @@ neither batching, preemption nor the order of arrival can change it. The token i
 exceeds it (inverse CDF, accumulated in float64 over blocks, then inside one block), so a token of probability zero is never
 chosen.
 
-`logprobs` belong to the distribution that was sampled: adjusted logits, temperature, then top-k, then top-p on what top-k
-kept, and min-p, renormalised. `model_logprobs` belong to the unmodified model. A greedy choice is certain: its logprob is 0.
+`logprobs` belong to the distribution that was sampled: adjusted logits, of the ids that a grammar allows, temperature, then
+top-k, then top-p on what top-k kept, and min-p, renormalised. `model_logprobs` belong to the unmodified model. A greedy
+choice is certain: its logprob is 0.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class RowParams:
     min_p: np.ndarray  # [R] float64
     uniform: np.ndarray  # [R] float64 in [0, 1), see `uniforms`
     adjustments: dict[int, Adjustment] = field(default_factory=dict)  # by row
+    masks: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # by row, [V] bool: the ids that a grammar allows, at least one
 
     @property
     def truncated(self) -> np.ndarray:
@@ -107,7 +111,7 @@ def sample(logits: Tensor, ask: RowParams, compiled: Native | Gpu | None = None)
     Raises FloatingPointError when logits are not finite. compiled: kernels that may be used; their results differ in the
     last place.
     """
-    if ask.adjustments:
+    if ask.adjustments or ask.masks:
         return _sample_adjusted(logits, ask)
     truncated = ask.truncated
     if not truncated.any() and compiled is not None:
@@ -139,12 +143,15 @@ def sample(logits: Tensor, ask: RowParams, compiled: Native | Gpu | None = None)
 
 
 def _sample_adjusted(logits: Tensor, ask: RowParams) -> Sampled:
-    """Sample after applying adjustments. `model_logprobs` stay the unmodified model's."""
-    rows, own = list(ask.adjustments), logits
+    """Sample after applying adjustments and masks. `model_logprobs` stay the unmodified model's."""
+    rows, own = [*(ask.adjustments | ask.masks)], logits
     logits = logits.clone()
     for row, adjustment in ask.adjustments.items():
         adjustment.apply(logits[row])
-    result = sample(logits, replace(ask, adjustments={}))
+    if ask.masks:
+        masked, kept = [*ask.masks], torch.from_numpy(np.stack([*ask.masks.values()])).to(own.device)
+        logits[masked] = logits[masked].masked_fill(~kept, -torch.inf)
+    result = sample(logits, replace(ask, adjustments={}, masks={}))
     tokens = torch.from_numpy(result.tokens[rows])[:, None].to(own.device)
     result.model_logprobs = result.model_logprobs.copy()  # they may be the same array as the logprobs
     result.model_logprobs[rows] = _flat(torch.log_softmax(own[rows], dim=-1).gather(1, tokens))

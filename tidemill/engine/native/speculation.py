@@ -55,7 +55,9 @@ class Speculation:
             length = int(scheduler.length[slot])
             share = -(-left // (len(scheduler.running) - number))
             most = min(share, self._settings.num_speculative_tokens, int(rows.limit[slot]) - length - 1)
-            if most < 1 or length - scheduler.computed[slot] != 1:
+            if (
+                most < 1 or length - scheduler.computed[slot] != 1 or rows.held[slot]
+            ):  # what follows in them is known only here
                 continue
             others = self._others(scheduler, rows, slot) if self._replies is not None else []
             draft, matched = continuation(others, scheduler.tokens[slot, :length], most)

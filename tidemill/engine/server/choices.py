@@ -16,8 +16,9 @@ import numpy as np
 from tidemill.api_formats.detokenizer import Detokenizer, Marks, StopStrings
 from tidemill.api_formats.replies import TextPiece, TokenLogprob
 from tidemill.api_formats.vocabulary import Vocabulary
+from tidemill.core.errors import ApiError
 from tidemill.core.token_extras import MODEL_LOGPROBS
-from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingParams, Scored
+from tidemill.core.types import Completion, Constraint, Finish, GenerateRequest, SamplingParams, Scored
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.native.request_state import Token
 from tidemill.engine.server.prometheus_metrics import Clock
@@ -34,6 +35,12 @@ class Asked:
     shown: bool = False  # special tokens are part of the text
     every: bool = False  # tokens behind a cut are listed too
     extras: tuple[str, ...] = ()  # token extras that the reply needs
+    constraint: Constraint | None = None  # what the reply must be
+
+    @property
+    def whole(self) -> GenerateRequest:
+        """The request for a completion that comes as one."""
+        return GenerateRequest(self.tokens, self.params, constraint=self.constraint, extras=self.extras)
 
 
 class Assembler:
@@ -108,12 +115,17 @@ async def sample(
     ends = asked.params.stop_ids if asked.params.ignore_eos else (*asked.params.stop_ids, *engine.eos_ids)
     assembler = Assembler(vocabulary, asked, ends)
     if not live and not asked.stops:
-        completion = await engine.generate(GenerateRequest(asked.tokens, asked.params, extras=asked.extras))
+        try:
+            completion = await engine.generate(asked.whole)
+        except ValueError as error:  # what can be checked before was checked: its grammar could not be followed further
+            raise ApiError(str(error)) from None
         clock.first(completion.first_token_s)
         for token in _tokens(completion):
             yield assembler.push(token)
     else:
-        stream = engine.stream(GenerateRequest(asked.tokens, asked.params))
+        if asked.constraint is not None:
+            await engine.grammars.compiled(asked.constraint)
+        stream = engine.stream(replace(asked.whole, extras=()))
         try:
             async for token in stream:  # bounded: by the tokens asked for
                 clock.first()

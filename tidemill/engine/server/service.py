@@ -96,20 +96,26 @@ class Service:
             message = f"model {name[:100]!r} is not served here: this server has {self.name!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
-    def _check(self, body: CompletionBody | ChatBody) -> bool:
-        """Check the model's name, tokens and logprobs in a body. Returns True if it asks for logprobs."""
+    async def _check(self, body: CompletionBody | ChatBody) -> bool:
+        """Check the model's name, tokens, logprobs and schema in a body. Returns True if it asks for logprobs."""
         self.check_model(body.model)
         self.prompts.check_ids(body.stop_token_ids, "stop_token_ids", "stop_token_ids")
         self.prompts.check_ids([*body.logit_bias], "logit_bias", "logit_bias")
         if body.wants_logprobs and not self._model_logprobs:
             message = "the engine behind this server does not report the model's logprobs: leave logprobs out"
             raise ApiError(message, param="logprobs")
+        if body.held is not None:
+            field, constraint = body.held
+            try:
+                await self.engine.grammars.compiled(constraint)
+            except ValueError as error:
+                raise ApiError(f"{field}: {error}", param=field) from None
         return body.wants_logprobs
 
     async def completion(self, raw: bytes) -> CheckedRequest:
         body = await beside(raw, parse, CompletionBody, raw)
         clock = Clock(self.metrics)
-        logprobs = self._check(body)
+        logprobs = await self._check(body)
         rows = list[np.ndarray]()
         for i, prompt in enumerate(body.prompt):
             place = f"prompt[{i}]" if len(body.prompt) > 1 else "prompt"
@@ -168,7 +174,7 @@ class Service:
     ) -> CheckedRequest:
         """A chat in any of the APIs. shape: the reply's format, from the prompt's tokens. thoughts: see `reading_of`."""
         clock = Clock(self.metrics)
-        self._check(body)
+        await self._check(body)
         tokens = await self.prompts.of_chat(body)
         tokens = self.prompts.check(tokens, 1, self.prompts.place_of(tokens, body), "messages")
         reading = reading_of(self._tokenizer, body, tokens, thoughts)
@@ -309,4 +315,5 @@ def asked_of(
         logit_bias=tuple(body.logit_bias.items()),
     )
     extras = (MODEL_LOGPROBS.name,) if body.wants_logprobs else ()
-    return Asked(tokens, params, tuple(body.stop), begun, not body.skip_special_tokens, body.return_token_ids, extras)
+    held = None if body.held is None else body.held[1]
+    return Asked(tokens, params, tuple(body.stop), begun, not body.skip_special_tokens, body.return_token_ids, extras, held)
