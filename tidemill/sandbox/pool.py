@@ -16,7 +16,6 @@ from tidemill.sandbox.settings import LEVELS, SandboxSettings
 from tidemill.sandbox.supervisor_process import SupervisorProcess
 
 INSTALL = "pip install 'tidemill[sandbox]', or install bubblewrap by the system's packages"
-Pair = tuple[SandboxedProgram, SandboxedProgram]
 
 
 class Sandbox:
@@ -69,8 +68,11 @@ class Sandbox:
             async for execution in found:
                 yield execution
 
-    async def run_pair(self, first: SandboxedProgram, second: SandboxedProgram) -> Execution:
-        """Run two programs in a sandbox each, connected by their descriptor 3, until the first one ends."""
+    async def run_pair(self, first: SandboxedProgram, second: SandboxedProgram, stdin: bytes = b"") -> Execution:
+        """Run two programs in a sandbox each, connected by their descriptor 3, until the first one ends.
+
+        stdin: of the first one; the other has none.
+        """
         async with self._room:
             ends = socket.socketpair()
             started = list[SupervisorProcess]()
@@ -78,10 +80,9 @@ class Sandbox:
                 for end in ends:
                     started.append(await SupervisorProcess.start(self.level, self.settings, end.fileno()))
                     end.close()
-                runs = [_only(each.run(program, [b""])) for each, program in zip(started, (first, second), strict=True)]
-                other = asyncio.create_task(runs[1])
+                other = asyncio.create_task(_only(started[1].run(second, [b""])))
                 try:
-                    return await runs[0]
+                    return await _only(started[0].run(first, [stdin]))
                 finally:
                     other.cancel()
                     await asyncio.gather(other, return_exceptions=True)

@@ -109,8 +109,7 @@ def run(settings, request, files, stdin, number):
     if not OWN_NAMESPACE:
         remove(folder)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if ended_by == signal.SIGXCPU and not watch.limit:
-        watch.limit = "cpu_seconds"
+    watch.limit = watch.limit or {signal.SIGXCPU: "cpu_seconds", signal.SIGXFSZ: "disk"}.get(ended_by, "")
     result = {"status": os.WEXITSTATUS(status) if not ended_by else -ended_by, "limit": watch.limit}
     return {**result, "seconds": seconds, "peak": peak}, *map(bytes, watch.output)
 
