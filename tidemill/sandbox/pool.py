@@ -30,7 +30,13 @@ class Sandbox:
         self._closed = False
 
     async def __aenter__(self) -> Self:
-        """Find the strongest level that works. Raises ConfigError when none does."""
+        """Find the strongest level that works. Raises ConfigError when none does.
+
+        A level that was named is not tried before the first program, unless sandboxes are to be started ahead.
+        """
+        if self.settings.level != "auto" and not self.settings.warm:
+            self.level = self.settings.level
+            return self
         levels = LEVELS if self.settings.level == "auto" else (self.settings.level,)
         against = list[str]()
         for level in levels:

@@ -6,14 +6,11 @@ Like `supervisor` it runs without this package, and imports nothing of it.
 import _sitebuiltins
 import builtins
 import ctypes
-import linecache
 import os
 import resource
 import signal
 import struct
 import sys
-import traceback
-import types
 
 DEATH_SIGNAL, DUMPABLE, NO_NEW_PRIVILEGES, SECCOMP = 1, 4, 38, 22
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -116,21 +113,28 @@ def limit(limits) -> None:
 
 def source_run(source, paths, args) -> int:
     """Run Python source as `__main__` in this interpreter. Returns its exit status."""
-    module = types.ModuleType("__main__")
+    module = type(sys)("__main__")
     sys.modules["__main__"], sys.argv = module, ["main.py", *args]
     sys.path[:0] = ["", *paths]
     builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D")  # `site` would give it
     code = 0
     try:
-        linecache.cache["main.py"] = (len(source), None, source.splitlines(True), "main.py")
         exec(compile(source, "main.py", "exec"), module.__dict__)
     except SystemExit as ended:
         code = status_of(ended)
     except BaseException as error:
-        place = error.__traceback__ and error.__traceback__.tb_next
-        traceback.print_exception(type(error), error, place)
+        shown(error, source)
         code = 1
     return code if finished() else code or 120
+
+
+def shown(error, source) -> None:
+    """Print a traceback with the source's lines, without the frames above them."""
+    import linecache
+    import traceback  # imported late: most programs do not fail, and a start should be short
+
+    linecache.cache["main.py"] = (len(source), None, source.splitlines(True), "main.py")
+    traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
 
 
 def status_of(ended) -> int:

@@ -10,10 +10,8 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import struct
-import subprocess
 import sys
 import time
 
@@ -93,8 +91,9 @@ def run(settings, request, files, stdin, number):
     pid = os.fork()
     if not pid:
         become(settings, request, files, folder, [ends[0][0], ends[1][1], ends[2][1]])
-    for end in (ends[0][0], ends[1][1], ends[2][1]):
+    for end in (ends[0][0], ends[1][1], ends[2][1], *([settings["channel"]] if settings["channel"] else [])):
         os.close(end)
+    settings["channel"] = 0  # it is the first program's, whose end the other side has to see
     for end in (ends[0][1], ends[1][0], ends[2][0]):
         os.set_blocking(end, False)
     watch = Watch(limits, folder, pid)
@@ -230,6 +229,16 @@ def full(limits, folder) -> bool:
 
 
 def remove(folder) -> None:
+    """Remove a program's folder, which may be deeper than paths are long."""
+    try:
+        names = os.listdir(folder)
+        if not names:
+            return os.rmdir(folder)
+    except OSError:
+        pass
+    import shutil
+    import subprocess  # imported late: most programs leave nothing, and a start should be short
+
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):

@@ -25,10 +25,10 @@ from tidemill.sandbox.users import claimed_user
 START_S, END_S, GRACE_S = 60.0, 30.0, 30.0  # to start; to end; beyond a program's own limit
 ENVIRONMENT = {"PATH": PATH, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 BOOT = """
-import json, sys, types
+import json, sys
 sys.path[:] = [path for path in sys.path if path]
 for name, text in json.loads(sys.argv[1]).items():
-    module = sys.modules[name] = types.ModuleType(name)
+    module = sys.modules[name] = type(sys)(name)
     exec(compile(text, name, "exec"), module.__dict__)
 sys.modules["tidemill.sandbox.supervisor"].main(json.loads(sys.argv[2]))
 """
