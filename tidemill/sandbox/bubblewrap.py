@@ -13,7 +13,6 @@ from tidemill.sandbox.users import NOBODY, reachable
 
 NAMESPACES = ("user", "ipc", "pid", "net", "uts", "cgroup-try")
 FOLDER = "/tmp"  # the only place in the sandbox that can be written to
-SHARED_MEMORY = 32 << 20  # bytes of /dev/shm
 
 
 def bwrap(user: int) -> str:
@@ -45,7 +44,7 @@ def command(program: Sequence[str], *, user: int, readable: Sequence[str], disk:
             args += ["--symlink", os.readlink(path), path]
         elif not any(path.startswith(f"{other}/") for other in readable if other != path):
             args += ["--ro-bind", path, path]
-    args += ["--proc", "/proc", "--dev", "/dev", "--size", str(SHARED_MEMORY), "--tmpfs", "/dev/shm"]
-    args += ["--size", str(disk), "--tmpfs", FOLDER, "--remount-ro", "/", "--chdir", FOLDER]
+    args += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(disk), "--tmpfs", FOLDER]
+    args += ["--remount-ro", "/", "--chdir", FOLDER]
     args += ["--clearenv", "--setenv", "PYTHONHASHSEED", "0", "--seccomp", str(filter_end)]
     return [*args, "--", *program]

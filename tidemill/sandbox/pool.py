@@ -59,6 +59,11 @@ class Sandbox:
         await asyncio.gather(*(each.close() for each in self._ready))
         self._ready.clear()
 
+    @property
+    def processes(self) -> set[int]:
+        """Process ids of the sandboxes that wait for a program."""
+        return {each.pid for each in self._ready}
+
     async def run(self, program: SandboxedProgram, stdin: bytes = b"") -> Execution:
         """Run a program once. Raises SandboxFailed when the sandbox itself fails, never for what the program does."""
         return (await self.run_each(program, [stdin]))[0]
@@ -113,8 +118,8 @@ class Sandbox:
                 await supervisor.close()
 
     def _start_ahead(self) -> None:
-        """Start sandboxes for the next programs, while this one runs. Only namespaces are used up."""
-        lacking = self.settings.warm - len(self._ready) - len(self._starting) if self.level == "bubblewrap" else 0
+        """Start sandboxes for the next programs, while this one runs."""
+        lacking = self.settings.warm - len(self._ready) - len(self._starting)
         for _ in range(lacking):
             task = asyncio.create_task(self._start())
             self._starting.add(task)

@@ -48,8 +48,7 @@ def main(settings) -> None:
     finally:
         end_all(settings)
         if not OWN_NAMESPACE:
-            for name in os.listdir(settings["folder"]):
-                remove(os.path.join(settings["folder"], name))
+            remove(settings["folder"])
 
 
 def read():
@@ -105,12 +104,28 @@ def run(settings, request, files, stdin, number):
     watch.rest()
     for end in watch.open:
         os.close(end)
-    if not OWN_NAMESPACE:
-        remove(folder)
+    remove(folder)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     watch.limit = watch.limit or {signal.SIGXCPU: "cpu_seconds", signal.SIGXFSZ: "disk"}.get(ended_by, "")
     result = {"status": os.WEXITSTATUS(status) if not ended_by else -ended_by, "limit": watch.limit}
-    return {**result, "seconds": seconds, "peak": peak}, *map(bytes, watch.output)
+    result |= {"seconds": seconds, "peak": peak, "clean": clean(settings, folder)}
+    return result, *map(bytes, watch.output)
+
+
+def clean(settings, folder) -> bool:
+    """Whether another program may run here, which then finds nothing of this one.
+
+    Landlock has kept the program in its folder, but for attributes of the folder above, which are put back.
+    """
+    if not settings["landlock"] or os.path.lexists(folder):
+        return False
+    if OWN_NAMESPACE:
+        above = settings["folder"]
+        os.chmod(above, 0o755)
+        for name in os.listxattr(above):
+            os.removexattr(above, name)
+        os.utime(above, (0, 0))
+    return True
 
 
 class Watch:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import glob
 import json
 import os
 import shutil
@@ -33,6 +35,7 @@ for name, text in json.loads(sys.argv[1]).items():
 sys.modules["tidemill.sandbox.supervisor"].main(json.loads(sys.argv[2]))
 """
 MODULES = ("program_start", "supervisor")
+FOLDERS = "tidemill-sandbox-"  # begins the names of temporary folders
 SPARE_TASKS = 4096  # of the other processes of this process's user, which count where it is not root
 
 
@@ -48,10 +51,10 @@ class SupervisorProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, level: str, settings: SandboxSettings, held: ExitStack) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        self.level = level
+        self.level, self.pid = level, process.pid
         self._settings, self._process, self._held = settings, process, held
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
-        self._used = self._failed = False
+        self.reusable = True  # another program may run
 
     @classmethod
     async def start(cls, level: str, settings: SandboxSettings, channel: int = 0) -> Self:
@@ -77,23 +80,19 @@ class SupervisorProcess:
             raise
         return started
 
-    @property
-    def reusable(self) -> bool:
-        """Whether another program may run: namespaces are for one, and a failure ends all."""
-        return not self._failed and (self.level != "bubblewrap" or not self._used)
-
     async def run(self, program: SandboxedProgram, inputs: Sequence[bytes]) -> AsyncIterator[Execution]:
         """Run a program once for each of `inputs`, one after the other. Raises SandboxFailed."""
         assert self.reusable
-        self._used = self._failed = True  # until all of it has been heard: what is given up half-way cannot be used
+        self.reusable, clean = False, True  # until all of it has been heard: what is given up half-way cannot be used
         self._stdin.write(execution.request(program, inputs, self._settings.packages, ENVIRONMENT))
         for _ in inputs:
             header, blobs = await self._message(self._settings.seconds + GRACE_S)
+            clean = clean and header.get("clean") is True
             try:
                 yield execution.result_of(header, *blobs, self.level)
             except (KeyError, TypeError, ValueError) as error:
                 raise SandboxFailed(f"the sandbox ({self.level}) gave no result that can be read: {error}") from None
-        self._failed = False
+        self.reusable = clean
 
     async def close(self) -> None:
         """End the supervisor with all that it started."""
@@ -149,12 +148,13 @@ def prepared(
     limits["tasks"] = limits["processes"] + (1 if inside else 0 if user else SPARE_TASKS)
     if inside:
         given |= {"user": 0, "folder": bubblewrap.FOLDER}
+        if landlock.abi() >= landlock.TRUNCATION_SINCE:  # a second wall, behind which one sandbox can run many programs
+            given["landlock"] = landlock.ruleset([*readable, "/proc"])
         passed.append(_filled(steps, held))
         disk = int(limits["disk"])
         command = bubblewrap.command(command, user=user, readable=readable, disk=disk, filter_end=passed[-1])
         return command, given, passed
-    folder = tempfile.mkdtemp(prefix="tidemill-sandbox-")
-    held.callback(shutil.rmtree, folder, ignore_errors=True)
+    folder = own_folder(held)
     os.chmod(folder, 0o711 if user else 0o700)
     given |= {"folder": folder, "seccomp": steps.hex()}
     given["landlock"] = landlock.ruleset(readable) if level == "landlock" else None
@@ -175,9 +175,27 @@ def reason_against(level: str, user: int) -> str:
 def refused_calls(level: str, user: int) -> tuple[Any, ...]:
     """The system calls that programs of a level may not make."""
     if level == "bubblewrap":
-        return refused()
+        return refused(shared=False)  # what stays in an IPC namespace would be there for its next program
     kept_within = bool(user) or landlock.abi() >= landlock.SIGNALS_SINCE
     return refused(shared=False, own_files=bool(user), signals=kept_within)
+
+
+def own_folder(held: ExitStack) -> str:
+    """A new temporary folder, locked and removed with `held`. Folders of starters that were killed are removed first."""
+    for left in glob.glob(os.path.join(tempfile.gettempdir(), f"{FOLDERS}*")):
+        with suppress(OSError), ExitStack() as lock:
+            _lock(left, lock)
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=FOLDERS)
+    _lock(folder, held)
+    held.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _lock(folder: str, held: ExitStack) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    held.callback(os.close, handle)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _filled(content: bytes, held: ExitStack) -> int:

@@ -11,7 +11,6 @@ imported in reward workers only.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ import tidemill.envs.code_checks
 from tidemill.core.errors import SandboxFailed
 from tidemill.core.types import InfraError, Outcome, Score, Unscorable
 from tidemill.envs.code_checks.code_settings import settings_of, tests_of
+from tidemill.envs.code_checks.kept_sandboxes import kept_sandboxes
 from tidemill.sandbox.execution import Execution, SandboxedProgram
 from tidemill.sandbox.pool import Sandbox
 
@@ -54,7 +54,8 @@ def score(
         return Score(0.0)
     checks = _Checks(code, list(cases or ()), tests_of(tests), entry_point or "", partial, time.monotonic() + budget_s)
     try:
-        passed, count = asyncio.run(checks.made({} if sandbox is None else sandbox))
+        settings = settings_of({} if sandbox is None else sandbox)
+        passed, count = kept_sandboxes().use(settings, checks.made)
     except SandboxFailed as failed:
         return InfraError(str(failed))
     return Score(passed / count) if partial else Score(float(passed == count))
@@ -81,14 +82,13 @@ class _Checks:
         self._code, self._cases, self._tests = code, cases, tests
         self._entry_point, self._partial, self._deadline = entry_point, partial, deadline
 
-    async def made(self, options: Any) -> tuple[int, int]:
+    async def made(self, sandbox: Sandbox) -> tuple[int, int]:
         """(passed, all). Without partial scores the first failure ends it."""
         count, passed = len(self._cases) + len(self._tests), 0
-        async with Sandbox(settings_of(options)) as sandbox:
-            if self._cases:
-                passed = await self._by_cases(sandbox)
-            if self._tests and (self._partial or passed == len(self._cases)) and time.monotonic() < self._deadline:
-                passed += await self._by_tests(sandbox)
+        if self._cases:
+            passed = await self._by_cases(sandbox)
+        if self._tests and (self._partial or passed == len(self._cases)) and time.monotonic() < self._deadline:
+            passed += await self._by_tests(sandbox)
         return passed, count
 
     async def _by_cases(self, sandbox: Sandbox) -> int:
