@@ -58,9 +58,9 @@ class Execution:
         return f"ended with status {self.status}"
 
 
-def request(program: SandboxedProgram, inputs: Sequence[bytes], paths: Sequence[str], env: Mapping[str, str]) -> bytes:
-    """The frame that has a program run once for each of `inputs`, its stdin."""
-    blobs = [*inputs, *program.files.values()]
+def request(program: SandboxedProgram, stdin: bytes, paths: Sequence[str], env: Mapping[str, str]) -> bytes:
+    """The frame that has a program run once."""
+    blobs = [stdin, *program.files.values()]
     header = {
         "python": program.python,
         "argv": [] if program.python else list(program.argv),

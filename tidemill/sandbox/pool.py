@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
@@ -66,18 +66,8 @@ class Sandbox:
 
     async def run(self, program: SandboxedProgram, stdin: bytes = b"") -> Execution:
         """Run a program once. Raises SandboxFailed when the sandbox itself fails, never for what the program does."""
-        return (await self.run_each(program, [stdin]))[0]
-
-    async def run_each(self, program: SandboxedProgram, inputs: Sequence[bytes]) -> list[Execution]:
-        """Run a program once for each of `inputs`, one after the other in one sandbox, each in a folder of its own."""
-        async with aclosing(self.runs(program, inputs)) as runs:
-            return [execution async for execution in runs]
-
-    async def runs(self, program: SandboxedProgram, inputs: Sequence[bytes]) -> AsyncIterator[Execution]:
-        """The executions of `run_each` as they end. The caller may stop after any of them, in `aclosing`."""
-        async with self._room, self._taken() as supervisor, aclosing(supervisor.run(program, inputs)) as found:
-            async for execution in found:
-                yield execution
+        async with self._room, self._taken() as supervisor:
+            return await supervisor.run(program, stdin)
 
     async def run_pair(self, first: SandboxedProgram, second: SandboxedProgram, stdin: bytes = b"") -> Execution:
         """Run two programs in a sandbox each, connected by their descriptor 3, until the first one ends.
@@ -91,9 +81,9 @@ class Sandbox:
                 for end in ends:
                     started.append(await SupervisorProcess.start(self.level, self.settings, end.fileno()))
                     end.close()
-                other = asyncio.create_task(_only(started[1].run(second, [b""])))
+                other = asyncio.create_task(started[1].run(second, b""))
                 try:
-                    return await _only(started[0].run(first, [stdin]))
+                    return await started[0].run(first, stdin)
                 finally:
                     other.cancel()
                     await asyncio.gather(other, return_exceptions=True)
@@ -130,7 +120,3 @@ class Sandbox:
             self._ready.append(await SupervisorProcess.start(self.level, self.settings))
         except (ConfigError, SandboxFailed):
             return  # whoever needs one starts it, and hears why it does not start
-
-
-async def _only(runs: AsyncIterator[Execution]) -> Execution:
-    return [execution async for execution in runs][0]

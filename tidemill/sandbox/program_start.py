@@ -30,10 +30,10 @@ def become(settings, request, files, folder, ends) -> None:
         if settings["channel"]:
             os.dup2(settings["channel"], CHANNEL)
         os.closerange(CHANNEL + bool(settings["channel"]), 65536)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
         environment = {**request["env"], "HOME": folder, "TMPDIR": folder}
         if request["argv"]:
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which this interpreter ignores
+                signal.signal(number, signal.SIG_DFL)
             limit(settings["limits"])
             os.execvpe(request["argv"][0], request["argv"], environment)
         os.environ.clear()

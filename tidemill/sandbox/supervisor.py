@@ -38,17 +38,24 @@ def main(settings) -> None:
     try:
         while True:
             header, blobs = read()
-            inputs = len(blobs) - len(header["files"])
-            files = dict(zip(header["files"], blobs[inputs:], strict=True))
-            for stdin in blobs[:inputs]:
-                number += 1
-                write(*run(settings, header, files, stdin, number))
+            number += 1
+            files = dict(zip(header["files"], blobs[1:], strict=True))
+            write(*run(settings, header, files, blobs[0], number))
+            warm_up()
     except Ended:
         pass
     finally:
         end_all(settings)
         if not OWN_NAMESPACE:
             remove(settings["folder"])
+
+
+def warm_up() -> None:
+    """Import what programs that fail need, once it is clear that others may follow: they are forked from here."""
+    import linecache  # noqa: F401
+    import shutil  # noqa: F401
+    import subprocess  # noqa: F401
+    import traceback  # noqa: F401
 
 
 def read():

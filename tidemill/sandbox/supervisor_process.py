@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
@@ -80,19 +79,18 @@ class SupervisorProcess:
             raise
         return started
 
-    async def run(self, program: SandboxedProgram, inputs: Sequence[bytes]) -> AsyncIterator[Execution]:
-        """Run a program once for each of `inputs`, one after the other. Raises SandboxFailed."""
+    async def run(self, program: SandboxedProgram, stdin: bytes) -> Execution:
+        """Run a program once. Raises SandboxFailed."""
         assert self.reusable
-        self.reusable, clean = False, True  # until all of it has been heard: what is given up half-way cannot be used
-        self._stdin.write(execution.request(program, inputs, self._settings.packages, ENVIRONMENT))
-        for _ in inputs:
-            header, blobs = await self._message(self._settings.seconds + GRACE_S)
-            clean = clean and header.get("clean") is True
-            try:
-                yield execution.result_of(header, *blobs, self.level)
-            except (KeyError, TypeError, ValueError) as error:
-                raise SandboxFailed(f"the sandbox ({self.level}) gave no result that can be read: {error}") from None
-        self.reusable = clean
+        self.reusable = False  # until its end is heard: what is given up half-way cannot be used
+        self._stdin.write(execution.request(program, stdin, self._settings.packages, ENVIRONMENT))
+        header, blobs = await self._message(self._settings.seconds + GRACE_S)
+        try:
+            found = execution.result_of(header, *blobs, self.level)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SandboxFailed(f"the sandbox ({self.level}) gave no result that can be read: {error}") from None
+        self.reusable = header.get("clean") is True
+        return found
 
     async def close(self) -> None:
         """End the supervisor with all that it started."""

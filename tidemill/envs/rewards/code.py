@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,13 +91,13 @@ class _Checks:
         return passed, count
 
     async def _by_cases(self, sandbox: Sandbox) -> int:
-        passed, inputs = 0, [case.get("stdin", "").encode(errors="surrogatepass") for case in self._cases]
-        async with aclosing(sandbox.runs(SandboxedProgram(self._code), inputs)) as runs:
-            for case in self._cases:
-                right = same_output(await anext(runs), case["stdout"])
-                passed += right
-                if not (right or self._partial) or time.monotonic() > self._deadline:
-                    break
+        passed, program = 0, SandboxedProgram(self._code)
+        for case in self._cases:
+            stdin = case.get("stdin", "").encode(errors="surrogatepass")
+            right = same_output(await sandbox.run(program, stdin), case["stdout"])
+            passed += right
+            if not (right or self._partial) or time.monotonic() > self._deadline:
+                break
         return passed
 
     async def _by_tests(self, sandbox: Sandbox) -> int:
