@@ -211,15 +211,19 @@ def take_over(value, changed):
     value.update(changed) if isinstance(value, dict | set) else value.extend(changed)
 
 
+HARMLESS = ("bool", "len", "str", "repr", "hash", "iter", "next", "item", "set_item", "delete_item")
+
+
 def permit(operation, target, args):
     """Raise PermissionError unless the tested code may do this with an object of the tests.
 
-    It may call functions, and read and set public attributes of objects whose class the tests define: no way leads from
-    there to the tests' own variables, where the expected values are.
+    It may call functions, and use objects whose class the tests define by their public attributes and their operators: no
+    way leads from there to the tests' own variables, where the expected values are.
     """
     theirs = type(target).__module__ == "tests"
+    operators = operation in OPERATIONS or operation in COMPARISONS or operation in HARMLESS
     public = operation in ("get", "set") and isinstance(args[0], str) and not args[0].startswith("_")
-    if not (operation == "call" and callable(target)) and not (theirs and public):
+    if not (operation == "call" and callable(target)) and not (theirs and (public or operators)):
         raise PermissionError(f"the tested code may not use {operation!r} on an object of the tests")
 
 
