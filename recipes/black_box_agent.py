@@ -30,14 +30,14 @@ def tasks(split: str) -> list[dict[str, Any]]:
 
 async def play(client: Any, task: dict[str, Any]) -> None:
     model = client.with_options(base_url=task["base_url"], api_key=task["api_key"])
-    row, right = task["data"]["row"], 0
+    row, right = task["data"]["row"], 0.0
     best = row[0]
     for place in range(1, LENGTH):
         question = [{"role": "user", "content": f"{best}{row[place]}="}]
         reply = await model.chat.completions.create(model=task["model"], messages=question)
         said = reply.choices[0].message.content
         best = max(best, row[place])
-        right += said == best
+        right += 1.0 if said == best else 0.3 * said.startswith(best)  # it said more than the digit
     print(json.dumps({"id": task["id"], "score": right / (LENGTH - 1)}), flush=True)
 
 

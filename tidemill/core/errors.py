@@ -148,6 +148,10 @@ class EpisodeFailed(TidemillError):
     """The episode has no outcome, and not by the policy's fault; it becomes an InfraError (I5)."""
 
 
+class SandboxFailed(EpisodeFailed):
+    """The sandbox itself failed, so nothing is known of the program. Rewards and episodes end as an InfraError."""
+
+
 class CallFailed(EpisodeFailed):
     """Code in a worker process raised an exception. began: not while it loaded what the call needs."""
 

@@ -40,6 +40,11 @@ class SingleTurn:
         """Sentences about its judge that the user should read before a run begins."""
         return list(getattr(self._judge, "notes", ()))
 
+    @property
+    def sandbox(self) -> str:
+        """The level of the sandbox in which its judge runs replies; "" if it runs none."""
+        return getattr(self._judge, "sandbox", "")
+
     def tasks(self, split: str) -> Sequence[Task]:
         return self._splits[split]
 

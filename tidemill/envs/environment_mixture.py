@@ -77,3 +77,8 @@ def parts_of(environment: Environment) -> list[Environment]:
 def notes_of(environment: Environment) -> list[str]:
     """Sentences about an environment's rewards that the user should read before a run begins."""
     return [note for part in parts_of(environment) if isinstance(part, SingleTurn) for note in part.notes]
+
+
+def sandboxes_of(environment: Environment) -> dict[str, str]:
+    """The level of isolation of each environment whose reward runs replies as programs, by its name."""
+    return {part.name: part.sandbox for part in parts_of(environment) if isinstance(part, SingleTurn) and part.sandbox}

@@ -21,6 +21,7 @@ from tidemill.core.interfaces import Gold
 from tidemill.core.notebook_source.module_writer import reference_for
 from tidemill.core.outcomes import clip, outcome_of, outcomes_of
 from tidemill.core.types import InfraError, Outcome, Task, Trajectory
+from tidemill.envs.code_checks.code_settings import prepared
 from tidemill.envs.rewards.gold import Teller, gold_reply, teller_beside
 from tidemill.envs.rewards.named import NAMED, named_reward
 from tidemill.envs.rewards.signature import Signature, group_values, name_of, signature_of, single_values
@@ -53,6 +54,7 @@ class RewardJudge:
         self._turn = asyncio.Lock()  # bounded: a call in this process ends at its limit
         self.notes = list[str]()  # sentences that the user should read before a run begins
         self.teller: Teller | None = None  # the function `gold` beside a user's reward
+        self.sandbox = ""  # the level of the sandbox in which it runs replies; "" if it runs none
         self._columns = frozenset[str]()
         self._form = NAMED[reward].gold if isinstance(reward, str) and reward in NAMED else None
         self._reference, self.signature = self._resolve(reward)
@@ -61,6 +63,10 @@ class RewardJudge:
             raise ConfigError(
                 f"reward {self.signature.name!r} has no option {unknown[0]!r}: it takes {', '.join(self.signature.names)}"
             )
+
+        if reward == "code":
+            self._options = prepared(self._options, pool.limit_s)
+            self.sandbox = self._options["sandbox"]["level"]
 
     def check(self, columns: set[str]) -> None:
         """Raise ConfigError when the reward needs a column that is not in `columns`, those that any task has."""

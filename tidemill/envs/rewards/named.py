@@ -31,6 +31,12 @@ NAMED = {
     "numeric": Named("tidemill.envs.rewards.functions:numeric", "{answer}", options=("tolerance",)),
     "last_boxed": Named("tidemill.envs.rewards.functions:last_boxed", BOXED),
     "math": Named("tidemill.envs.rewards.math:score", BOXED, package="math_verify"),
+    "code": Named(
+        "tidemill.envs.rewards.code:score",
+        "{answer}",
+        options=("tests", "cases", "entry_point", "partial", "sandbox", "budget_s"),
+        asks=("completion",),
+    ),
     "model": Named(
         "tidemill.envs.reward_model:score", "", options=("folder",), needs=("folder",), asks=("completions", "prompts")
     ),

@@ -97,7 +97,7 @@ def end_all() -> None:
     """Kill this process's children until there are none: it adopts the orphans they leave."""
     deadline, before = time.monotonic() + _LIMIT_S, set[int]()
     while time.monotonic() < deadline:
-        children = _children()
+        children = children_now()
         for child in children:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
@@ -111,7 +111,7 @@ def end_all() -> None:
         before = children
 
 
-def _children() -> set[int]:
+def children_now() -> set[int]:
     """Process ids of the present children. None can be reused: this process has not waited for them."""
     me = os.getpid()
     with suppress(OSError), open(f"/proc/{me}/task/{me}/children") as file:

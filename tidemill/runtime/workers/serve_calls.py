@@ -12,9 +12,13 @@ import sys
 from collections.abc import Callable
 
 from tidemill.core import serialization
-from tidemill.runtime.workers import worker_setup
+from tidemill.runtime.workers import keeper, worker_setup
 from tidemill.runtime.workers.frames import CallBegan, CallResult, WorkerCall, to_worker
 from tidemill.runtime.workers.worker_setup import Channel, FrameWriter, Handler, failure
+
+
+KEPT: list[Callable[[], set[int]]] = []
+"""Functions that tell which children this project's own code keeps between calls, such as sandboxes."""
 
 
 def serve(handler: Handler, most: int, forks: bool = False) -> None:
@@ -65,6 +69,6 @@ def _has_children() -> bool:
         return False
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return True
     except ChildProcessError:
         return False
+    return not KEPT or bool(keeper.children_now().difference(*(tell() for tell in KEPT)))

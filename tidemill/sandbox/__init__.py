@@ -1,0 +1,1 @@
+"""Sandbox: runs programs that nobody trusts, isolated and within limits."""
