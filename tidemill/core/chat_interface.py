@@ -47,12 +47,17 @@ class Chat(Protocol):
     """One seat's conversation with the policy. It owns template, tokens, logprobs, versions and masks."""
 
     async def reply(
-        self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
+        self,
+        message: str | Sequence[Mapping[str, Any]],
+        *,
+        schema: Any = None,
+        max_tokens: int | None = None,
+        last: bool = False,
     ) -> str:
         """Add `message` (a user turn, or several messages), sample the policy's answer and return its text.
 
-        message: a text, or messages with `role`, `content` and whatever else the chat template reads. last: that no further
-        one will be asked for, so that engines need not remember this one; one that is asked for all the same is only
+        message: a text, or messages with `role`, `content` and whatever else the chat template reads. schema: holds the
+        reply to JSON of this schema (a dict, or a pydantic model) or to `constraints.regex`. last: that no further one will be asked for, so that engines need not remember this one; one that is asked for all the same is only
         slower."""
         ...
 
@@ -61,6 +66,7 @@ class Chat(Protocol):
         messages: str | Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        schema: Any = None,
         max_tokens: int | None = None,
         last: bool = False,
     ) -> Reply:
@@ -69,7 +75,7 @@ class Chat(Protocol):
         A conversation that begins with a recorded one goes on in it; any other one, of a history that was rewritten or
         begun anew, becomes a branch of the attempt. All replies are trained with the attempt's outcome, each token once.
         Several may be under way at a time. tools: JSON schemas of the tools that the policy is told of, as chat completions
-        take them. Raises ValueError when the last message is the policy's own reply.
+        take them. schema: see `reply`. Raises ValueError when the last message is the policy's own reply.
         """
         ...
 

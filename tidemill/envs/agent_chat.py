@@ -18,7 +18,12 @@ class AgentChat(ABC):
 
     @abstractmethod
     async def reply(
-        self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
+        self,
+        message: str | Sequence[Mapping[str, Any]],
+        *,
+        schema: Any = None,
+        max_tokens: int | None = None,
+        last: bool = False,
     ) -> str:
         """See `interfaces.Chat`."""
 
@@ -28,6 +33,7 @@ class AgentChat(ABC):
         messages: str | Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        schema: Any = None,
         max_tokens: int | None = None,
         last: bool = False,
     ) -> Reply:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tidemill.core.attempt_checks import check_row
+from tidemill.core.constraints import Constraint, constraint_of
 from tidemill.core.errors import ContextFull, EpisodeOver, Exceeds, PolicyMismatch
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import Sampler
@@ -106,7 +107,12 @@ class EpisodeChat(AgentChat):
         return 0 if self._here is None else self._here.end
 
     async def reply(
-        self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
+        self,
+        message: str | Sequence[Mapping[str, Any]],
+        *,
+        schema: Any = None,
+        max_tokens: int | None = None,
+        last: bool = False,
     ) -> str:
         """Add `message` (a user turn, or several messages), sample the policy's answer, return its text.
 
@@ -115,6 +121,7 @@ class EpisodeChat(AgentChat):
         assert not self._busy, "one reply at a time: await the one before"
         if self._over is not None:
             raise self._over
+        held = constraint_of(schema)
         self._busy = True
         try:
             messages = as_messages(message)
@@ -124,7 +131,7 @@ class EpisodeChat(AgentChat):
             except ContextFull as over:
                 self._over = over
                 raise
-            return (await self._sampled_at(request, count_of(max_tokens), bool(last))).text
+            return (await self._sampled_at(request, held, count_of(max_tokens), bool(last))).text
         finally:
             self._busy = False
 
@@ -133,6 +140,7 @@ class EpisodeChat(AgentChat):
         messages: str | Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        schema: Any = None,
         max_tokens: int | None = None,
         last: bool = False,
     ) -> Reply:
@@ -143,7 +151,7 @@ class EpisodeChat(AgentChat):
         self._expect_going_on()
         request = self._tree.find(whole := as_messages(messages), tools)
         await _tokenized(whole, lambda: self._placed(request))
-        return await self._sampled_at(request, count_of(max_tokens), bool(last))
+        return await self._sampled_at(request, constraint_of(schema), count_of(max_tokens), bool(last))
 
     async def ask(self, policy: str, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> str:
         """Ask a frozen policy of the run in a conversation of its own: see `interfaces.Chat`.
@@ -220,13 +228,15 @@ class EpisodeChat(AgentChat):
             return ValueError(too_long(length, self._context, "the prompt", at_least=at_least))
         return ContextFull(Finish.CONTEXT, too_long(length, self._context, "the conversation", at_least=at_least))
 
-    async def _sampled_at(self, request: ReplyRequest, max_tokens: int | None, last: bool) -> Reply:
+    async def _sampled_at(
+        self, request: ReplyRequest, held: Constraint | None, max_tokens: int | None, last: bool
+    ) -> Reply:
         """Sample and record the reply to an encoded request."""
         limit = min(max_tokens or self._params.max_tokens, self._context)  # `max_tokens` may be any large number
         turn, self._begun = self._begun, self._begun + 1
         params = replace(self._params, seed=self._seeds(turn), max_tokens=limit, last=last)
         extras = tuple(extra.name for extra in self._extras)
-        asked = GenerateRequest(request.tokens, params, self._policy, self._key, extras=extras)
+        asked = GenerateRequest(request.tokens, params, self._policy, self._key, constraint=held, extras=extras)
         reply = await self._sampled(asked, self._taken)
         cut = reply.finish is Finish.LENGTH
         self._cut = {CUT_AT: float(limit), OWN_LIMIT: float(max_tokens is not None)} if cut else {}

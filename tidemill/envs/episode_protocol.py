@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from tidemill.core.constraints import Constraint
 from tidemill.core.reply import Reply
 from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
 
@@ -58,6 +59,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     policy: str = ""  # the frozen one; "": the one that plays
     whole: bool = False  # the message is a whole conversation
     tools: list[dict[str, Any]] = []  # schemas of its tools
+    held: Constraint | None = None  # what the reply must be
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tidemill.core import fault_injection
+from tidemill.core.constraints import constraint_of
 from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Environment
@@ -42,10 +43,16 @@ class RemoteChat(AgentChat):
         channel.hear = self._hear
 
     async def reply(
-        self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
+        self,
+        message: str | Sequence[Mapping[str, Any]],
+        *,
+        schema: Any = None,
+        max_tokens: int | None = None,
+        last: bool = False,
     ) -> str:
         """Ask the controller's `EpisodeChat.reply`. Raises what it raises, and ValueError for other than plain data."""
-        reply = await self._asked(lambda turn: wire.Ask(turn, _message(message), count_of(max_tokens), bool(last)))
+        most, no_more, held = count_of(max_tokens), bool(last), constraint_of(schema)
+        reply = await self._asked(lambda turn: wire.Ask(turn, _message(message), most, no_more, held=held))
         assert isinstance(reply, str)
         return reply
 
@@ -54,14 +61,16 @@ class RemoteChat(AgentChat):
         messages: str | Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        schema: Any = None,
         max_tokens: int | None = None,
         last: bool = False,
     ) -> Reply:
         """Ask the controller's `EpisodeChat.complete`. Raises what it raises, and ValueError for other than plain data."""
-        most, no_more, schemas = count_of(max_tokens), bool(last), [_plain(each) for each in tools]
+        most, no_more, held = count_of(max_tokens), bool(last), constraint_of(schema)
+        schemas = [_plain(each) for each in tools]
 
         def note(turn: int) -> wire.Ask:
-            return wire.Ask(turn, _message(messages), most, no_more, whole=True, tools=schemas)
+            return wire.Ask(turn, _message(messages), most, no_more, whole=True, tools=schemas, held=held)
 
         reply = await self._asked(note, alone=False)
         assert isinstance(reply, Reply)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import CodecError, EnvironmentLost, EpisodeOver, NotImportable, NoWorkers
@@ -57,13 +58,14 @@ class EpisodeReplies:
     async def _reply(self, chat: Chat, call: OpenCall, ask: wire.Ask, before: Sequence[asyncio.Task[None]]) -> None:
         if before:
             await asyncio.wait(before)  # bounded: they were withdrawn and so are cancelled
+        limits: dict[str, Any] = {"schema": ask.held, "max_tokens": ask.max_tokens, "last": ask.last}
         try:
             if ask.policy:
                 reply = await chat.ask(ask.policy, ask.message, max_tokens=ask.max_tokens)
             elif ask.whole:
-                reply = await chat.complete(ask.message, tools=ask.tools, max_tokens=ask.max_tokens, last=ask.last)
+                reply = await chat.complete(ask.message, tools=ask.tools, **limits)
             else:
-                reply = await chat.reply(ask.message, max_tokens=ask.max_tokens, last=ask.last)
+                reply = await chat.reply(ask.message, **limits)
             call.tell(wire.EpisodeAnswer(ask.turn, reply))
         except (EpisodeOver, ValueError) as error:  # an environment may catch these
             finish = error.finish if isinstance(error, EpisodeOver) else None
