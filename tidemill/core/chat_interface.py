@@ -57,8 +57,9 @@ class Chat(Protocol):
         """Add `message` (a user turn, or several messages), sample the policy's answer and return its text.
 
         message: a text, or messages with `role`, `content` and whatever else the chat template reads. schema: holds the
-        reply to JSON of this schema (a dict, or a pydantic model) or to `constraints.regex`. last: that no further one will be asked for, so that engines need not remember this one; one that is asked for all the same is only
-        slower."""
+        reply to JSON of this schema (a dict, or a pydantic model) or to `constraints.regex(...)`. last: that no further one
+        will be asked for, so that engines need not remember this one; one that is asked for all the same is only slower.
+        """
         ...
 
     async def complete(

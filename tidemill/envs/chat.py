@@ -261,7 +261,8 @@ class EpisodeChat(AgentChat):
             reply = await self._engine.generate(request)
             check(reply)
         except Exception as error:
-            self.failure = error
+            if request.constraint is None or not isinstance(error, ValueError):  # else the schema's fault
+                self.failure = error
             raise
         return reply
 
