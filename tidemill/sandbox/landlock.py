@@ -7,8 +7,6 @@ by the user id: `stat` of any path works, and so does a look at the names of pro
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -34,21 +32,24 @@ def abi() -> int:
 
 
 def lacking(root: bool) -> str:
-    """The reason why this kernel's Landlock does not isolate enough; "" if it does. root: programs get users of their own."""
+    """The reason why this kernel's Landlock does not isolate enough; "" if it does. root: programs get other users."""
     if not abi():
-        return f"this kernel has no Landlock ({os.strerror(errno.ENOSYS)}, or it is not among the LSMs that it was started with)"
+        return "this kernel has no Landlock, or was started without it"
     if not root and abi() < TRUNCATION_SINCE:
-        return f"this kernel's Landlock has version {abi()}, and without root version {TRUNCATION_SINCE} is needed (Linux 6.2)"
+        return f"this kernel's Landlock has version {abi()}, and without root {TRUNCATION_SINCE} is needed (Linux 6.2)"
     return ""
 
 
-def ruleset(readable: Iterable[str]) -> dict[str, Any]:
-    """The rules as the supervisor takes them; it adds the program's folder, in which all rights but devices hold."""
+def ruleset(readable: Iterable[str], network: bool = False) -> dict[str, Any]:
+    """The rules as the supervisor takes them; it adds the program's folder, in which all rights but devices hold.
+
+    network: the program has a network of its own, and may use it.
+    """
     version = abi()
     files = next(rights for since, rights in sorted(FILES_SINCE.items(), reverse=True) if version >= since)
     looked = EXECUTE | READ_FILE | READ_FOLDER
     return {
-        "handled": [files, *([TCP] if version >= 4 else []), *([SCOPES] if version >= SIGNALS_SINCE else [])],
+        "handled": [files, *([0 if network else TCP] if version >= 4 else []), *([SCOPES] if version >= SIGNALS_SINCE else [])],
         "rules": [*([path, looked] for path in readable), *([path, READ_FILE | 0x2] for path in DEVICE_FILES)],
         "folder": files & ~DEVICES,
         "of_files": OF_FILES & files,

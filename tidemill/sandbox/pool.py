@@ -51,7 +51,9 @@ class Sandbox:
             "isolates nothing"
         )
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._closed = True
         for task in self._starting:
             task.cancel()

@@ -30,4 +30,6 @@ async def _tried() -> DoctorFinding:
         advice = "do not run programs of a policy on this machine, and report this with the kernel's version"
         return DoctorFinding(NAME, "fail", f"{opened.level}: {len(escaped)} of {len(found)} escapes succeed: {said}", advice)
     advice = "" if opened.level == "bubblewrap" else f"bubblewrap would add namespaces: {INSTALL}"
-    return DoctorFinding(NAME, "warn" if advice else "ok", f"{opened.level}: {len(found)} escapes tried, none succeeds", advice)
+    return DoctorFinding(
+        NAME, "warn" if advice else "ok", f"{opened.level}: {len(found)} escapes tried, none succeeds", advice
+    )

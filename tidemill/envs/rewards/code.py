@@ -111,7 +111,8 @@ class _Checks:
             return sum(said == "" for said in verdicts)
         except (ValueError, TypeError):
             last = execution.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            raise SandboxFailed(f"the tests gave no verdict: the process that ran them {execution.describe()}; {last:.200}") from None
+            how = f"the process that ran them {execution.describe()}; {last:.200}"
+            raise SandboxFailed(f"the tests gave no verdict: {how}") from None
 
 
 def same_output(execution: Execution, expected: str) -> bool:

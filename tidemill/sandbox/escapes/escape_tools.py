@@ -49,7 +49,7 @@ def ended_well(become):
             become()
         finally:
             os._exit(127)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0  # bounded: by the sandbox's limit of time
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def attempt(function):
