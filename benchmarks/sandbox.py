@@ -2,8 +2,8 @@
 
     python benchmarks/sandbox.py [--programs 500] [--at-once 16]
 
-Prints a table and writes `results/sandbox.json`. "first" starts a sandbox for one program, "next" uses one that has run others
-before, "checks" is the reward `code` for a reply with two cases, and with a test. Run it on a quiet machine.
+Prints a table and writes `results/sandbox.json`. "first" starts a sandbox for one program, "next" uses one that has run
+others before, "checks" is the reward `code` for a reply with two cases, and with a test. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tidemill.core.errors import ConfigError
 from tidemill.envs.rewards.code import score
 from tidemill.sandbox.execution import SandboxedProgram
 from tidemill.sandbox.interpreters import interpreter
-from tidemill.sandbox.pool import Sandbox
-from tidemill.sandbox.settings import LEVELS, SandboxSettings
+from tidemill.sandbox.sandbox_pool import Sandbox
+from tidemill.sandbox.sandbox_settings import LEVELS, SandboxSettings
 
 SOURCE = "print(int(input()) ** 2)"
 REPEATS = 20

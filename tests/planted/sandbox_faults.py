@@ -48,9 +48,9 @@ SANDBOX_FAULTS = [
         "envs/code_checks/test_code_reward.py",
     ),
     Fault(
-        "tested code that ends while it is called raises a plain exception",
-        "class PeerGone(BaseException):",
-        "class PeerGone(Exception):",
+        "an exception of the tested code ends a loop of the tests",
+        'return StopIteration() if ends else RuntimeError("the tested code raised StopIteration")',
+        "return StopIteration()",
         "envs/code_checks/test_code_reward.py",
     ),
     Fault(

@@ -22,7 +22,7 @@ from tidemill.sandbox.escapes.escape_tools import MARK
 from tidemill.sandbox.escapes.stage import EscapeStage, staged
 from tidemill.sandbox.escapes.suite import EscapeAttempt, attempts, program_of, run_suite, small_limits
 from tidemill.sandbox.interpreters import interpreter
-from tidemill.sandbox.pool import Sandbox
+from tidemill.sandbox.sandbox_pool import Sandbox
 from tidemill.sandbox.users import reachable
 
 FEW = (
@@ -92,7 +92,7 @@ import asyncio, sys
 from tidemill.sandbox import landlock
 from tidemill.sandbox.escapes.suite import attempts, run_suite, small_limits
 from tidemill.sandbox.interpreters import interpreter
-from tidemill.sandbox.pool import Sandbox
+from tidemill.sandbox.sandbox_pool import Sandbox
 from tidemill.sandbox.users import reachable
 abi, level, *names = sys.argv[1:]
 landlock.abi = (lambda found: lambda: min(found, int(abi)))(landlock.abi())

@@ -10,8 +10,8 @@ from sandbox_levels import USER
 
 from tidemill.core.errors import ConfigError
 from tidemill.sandbox.execution import SandboxedProgram
-from tidemill.sandbox.pool import Sandbox
-from tidemill.sandbox.settings import SandboxSettings
+from tidemill.sandbox.sandbox_pool import Sandbox
+from tidemill.sandbox.sandbox_settings import SandboxSettings
 from tidemill.sandbox.supervisor_process import reason_against
 
 ASK = """

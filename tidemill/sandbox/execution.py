@@ -33,7 +33,7 @@ class SandboxedProgram:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What came of one run of a program."""
+    """Result of one run of a program."""
 
     stdout: bytes
     stderr: bytes

@@ -17,7 +17,7 @@ EXECUTE, READ_FILE, READ_FOLDER, DEVICES = 0x1, 0x4, 0x8, 0x40 | 0x800  # device
 OF_FILES = 0x1 | 0x2 | 0x4 | 0x4000 | 0x8000  # rights that a rule of a single file may give
 TCP, SCOPES = 0x3, 0x3  # bind and connect (ABI 4); abstract UNIX sockets and signals (ABI 6)
 DEVICE_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", "/dev/random")
-SIGNALS_SINCE, TRUNCATION_SINCE = 6, 3
+SIGNALS_SINCE, TCP_SINCE, TRUNCATION_SINCE = 6, 4, 3
 
 
 @cache
@@ -49,7 +49,11 @@ def ruleset(readable: Iterable[str], network: bool = False) -> dict[str, Any]:
     files = next(rights for since, rights in sorted(FILES_SINCE.items(), reverse=True) if version >= since)
     looked = EXECUTE | READ_FILE | READ_FOLDER
     return {
-        "handled": [files, *([0 if network else TCP] if version >= 4 else []), *([SCOPES] if version >= SIGNALS_SINCE else [])],
+        "handled": [
+            files,
+            *([0 if network else TCP] if version >= 4 else []),
+            *([SCOPES] if version >= SIGNALS_SINCE else []),
+        ],
         "rules": [*([path, looked] for path in readable), *([path, READ_FILE | 0x2] for path in DEVICE_FILES)],
         "folder": files & ~DEVICES,
         "of_files": OF_FILES & files,

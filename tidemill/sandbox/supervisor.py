@@ -109,7 +109,7 @@ def run(settings, request, files, stdin, number):
     settings["channel"] = 0  # it is the first program's, whose end the other side has to see
     for end in (ends[0][1], ends[1][0], ends[2][0]):
         os.set_blocking(end, False)
-    watch = Watch(limits, folder, pid)
+    watch = ProgramWatch(limits, folder, pid)
     try:
         watch.until_end(ends[0][1], stdin, [ends[1][0], ends[2][0]], begun + limits["seconds"])
     finally:
@@ -127,7 +127,7 @@ def run(settings, request, files, stdin, number):
 
 
 def clean(settings, folder) -> bool:
-    """Whether another program may run here, which then finds nothing of this one.
+    """True when another program may run here, and finds nothing of this one.
 
     Landlock has kept the program in its folder, but for attributes of the folder above, which are put back.
     """
@@ -142,7 +142,7 @@ def clean(settings, folder) -> bool:
     return True
 
 
-class Watch:
+class ProgramWatch:
     """Feeds a program, reads what it writes, and looks after its limits until it ends."""
 
     def __init__(self, limits, folder, pid) -> None:

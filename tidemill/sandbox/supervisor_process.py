@@ -20,7 +20,7 @@ from tidemill.sandbox import bubblewrap, execution, landlock, seccomp
 from tidemill.sandbox.bridge import address_of, bridged
 from tidemill.sandbox.execution import LENGTH, MOST_HEADER, Execution, SandboxedProgram
 from tidemill.sandbox.interpreters import PATH, interpreter, readable_paths
-from tidemill.sandbox.settings import SandboxSettings
+from tidemill.sandbox.sandbox_settings import SandboxSettings
 from tidemill.sandbox.system_calls import refused
 from tidemill.sandbox.users import claimed_user
 
@@ -147,7 +147,7 @@ def prepared(
     if why := reason_against(level, user):
         raise ConfigError(f"sandbox level {level!r} does not work here: {why}")
     if settings.network and not inside:
-        raise ConfigError(f"sandbox network = {settings.network!r} needs level 'bubblewrap', not {level!r}: it has no network")
+        raise ConfigError(f"sandbox network = {settings.network!r} needs level 'bubblewrap', not {level!r}, which has none")
     calls = refused_calls(level, user, bool(settings.network))
     steps = seccomp.assembled(seccomp.program(calls, seccomp.machine())) if level != "limits" else b""
     limits["tasks"] = limits["processes"] + (2 if inside else 0 if user else SPARE_TASKS)

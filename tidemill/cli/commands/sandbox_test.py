@@ -7,7 +7,7 @@ import asyncio
 from tidemill.cli.commands.doctor import DoctorFinding
 from tidemill.core.errors import ConfigError
 from tidemill.sandbox.escapes.suite import run_suite, small_limits
-from tidemill.sandbox.pool import INSTALL, Sandbox
+from tidemill.sandbox.sandbox_pool import INSTALL, Sandbox
 
 NAME = "sandbox"
 

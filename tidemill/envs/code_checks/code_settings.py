@@ -10,8 +10,8 @@ from typing import Any
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Task
-from tidemill.sandbox.pool import Sandbox
-from tidemill.sandbox.settings import SandboxSettings
+from tidemill.sandbox.sandbox_pool import Sandbox
+from tidemill.sandbox.sandbox_settings import SandboxSettings
 
 DEFAULTS: dict[str, Any] = {"seconds": 5.0, "cpu_seconds": 2, "memory_mb": 256, "disk_mb": 16, "output_kb": 256, "warm": 0}
 START_S = 2.0  # seconds kept for starting a sandbox

@@ -57,7 +57,7 @@ def _verdict(peer, text, entry_point):
 
 
 def names_of(peer, text, entry_point):
-    """What the tests use and do not define: modules of their own, and the rest from the tested code.
+    """Names that the tests use and do not define: modules of their own, the rest from the tested code.
 
     A name of Python's own never comes from the tested code, which could judge itself by it; but for the entry point.
     """

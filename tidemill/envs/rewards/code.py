@@ -24,7 +24,7 @@ from tidemill.core.types import InfraError, Outcome, Score, Unscorable
 from tidemill.envs.code_checks.code_settings import settings_of, tests_of
 from tidemill.envs.code_checks.kept_sandboxes import kept_sandboxes
 from tidemill.sandbox.execution import Execution, SandboxedProgram
-from tidemill.sandbox.pool import Sandbox
+from tidemill.sandbox.sandbox_pool import Sandbox
 
 FENCE = "```"
 LONGEST = 200_000  # characters of a program
@@ -116,7 +116,7 @@ class _Checks:
 
 
 def same_output(execution: Execution, expected: str) -> bool:
-    """Whether a program ended well and wrote what was expected, spaces at the ends of lines and of the text aside."""
+    """True when a program ended well and wrote what was expected, spaces at the ends of lines and of the text aside."""
     return execution.succeeded and _lines(execution.stdout.decode(errors="replace")) == _lines(expected)
 
 

@@ -12,7 +12,7 @@ from typing import Self
 
 from tidemill.core.errors import ConfigError, SandboxFailed
 from tidemill.sandbox.execution import Execution, SandboxedProgram
-from tidemill.sandbox.settings import LEVELS, SandboxSettings
+from tidemill.sandbox.sandbox_settings import LEVELS, SandboxSettings
 from tidemill.sandbox.supervisor_process import SupervisorProcess
 
 INSTALL = "pip install 'tidemill[sandbox]', or install bubblewrap by the system's packages"

@@ -21,7 +21,7 @@ MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
-    """What a sandboxed program may use. Raises ConfigError for values that cannot be meant."""
+    """Level and limits of a sandbox. Raises ConfigError for values that cannot be meant."""
 
     level: Level = "auto"  # "limits" isolates nothing; "auto" never chooses it
     seconds: float = 10.0  # from the start of a program to its end
