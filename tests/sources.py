@@ -10,6 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+IN_SANDBOXES = (  # what runs nowhere else, and is ended there at the limits
+    "tidemill/sandbox/forwarder.py",
+    "tidemill/sandbox/program_start.py",
+    "tidemill/envs/code_checks/remote_objects.py",
+    "tidemill/envs/code_checks/tested_code.py",
+    *(f"tidemill/sandbox/escapes/{name}.py" for name in ("escape_tools", "file_escapes", "kernel_escapes")),
+    *(f"tidemill/sandbox/escapes/{name}.py" for name in ("network_escapes", "process_escapes", "resource_escapes")),
+)
+
+
 def sources() -> Iterator[tuple[str, str]]:
     """(path from the root, text) of every module of the package."""
     for path in sorted((ROOT / "tidemill").rglob("*.py")):

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from runtime.echo_worker import Echo
-from sources import dotted, sources
+from sources import IN_SANDBOXES, dotted, sources
 
 from tidemill.core.errors import ConfigError
 from tidemill.ledger import SqliteLedger
@@ -82,7 +82,8 @@ def _forbidden(module: str) -> bool:
 
 
 def test_nothing_makes_code_of_bytes() -> None:
-    found = [f"{path}:{line}: {what}" for path, text in sources() for line, what in unsafe(text)]
+    outside = [(path, text) for path, text in sources() if path not in IN_SANDBOXES]
+    found = [f"{path}:{line}: {what}" for path, text in outside for line, what in unsafe(text)]
     assert not found, "use codec, JSON or safetensors\n" + "\n".join(found)
 
 

@@ -24,6 +24,7 @@ import psutil
 from faults import FAULTS, Fault
 from gateway_faults import GATEWAY_FAULTS
 from policy_faults import POLICY_FAULTS
+from sandbox_faults import SANDBOX_FAULTS
 from several_policies_faults import SEVERAL_POLICIES_FAULTS
 from side_faults import SIDE_FAULTS
 from speculation_faults import SPECULATION_FAULTS
@@ -36,6 +37,7 @@ EVERY = [
     *GATEWAY_FAULTS,
     *FAULTS,
     *POLICY_FAULTS,
+    *SANDBOX_FAULTS,
     *SEVERAL_POLICIES_FAULTS,
     *SIDE_FAULTS,
     *SPECULATION_FAULTS,

@@ -8,8 +8,8 @@ import pytest
 from sandbox_levels import USER
 
 from tidemill.sandbox.escapes.suite import small_limits
-from tidemill.sandbox.pool import Sandbox
-from tidemill.sandbox.settings import LEVELS
+from tidemill.sandbox.sandbox_pool import Sandbox
+from tidemill.sandbox.sandbox_settings import LEVELS
 from tidemill.sandbox.supervisor_process import reason_against
 
 

@@ -22,10 +22,20 @@ from tidemill.sandbox.escapes.escape_tools import MARK
 from tidemill.sandbox.escapes.stage import EscapeStage, staged
 from tidemill.sandbox.escapes.suite import EscapeAttempt, attempts, program_of, run_suite, small_limits
 from tidemill.sandbox.interpreters import interpreter
-from tidemill.sandbox.pool import Sandbox
+from tidemill.sandbox.sandbox_pool import Sandbox
 from tidemill.sandbox.users import reachable
 
-FEW = ("file_outside", "written_outside", "tcp", "udp", "key_ring", "signal_victim", "memory_file", "calls_of_32_bits", "daemon")
+FEW = (
+    "file_outside",
+    "written_outside",
+    "tcp",
+    "udp",
+    "key_ring",
+    "signal_victim",
+    "memory_file",
+    "calls_of_32_bits",
+    "daemon",
+)
 NOT_EVERYWHERE = {  # what even root cannot do on some machines, as the kernel has not got it or the machine is virtual
     "accounting", "calls_of_32_bits", "calls_of_x32", "debugging_files", "disks", "first_process_environment",
     "input_and_output_ports", "kernel_addresses", "kernel_crypto", "kernel_module", "memory_device", "others_namespace",
@@ -63,6 +73,12 @@ async def test_limits_alone_hold_nothing() -> None:
     assert len(found) == 5 and all(finding.escaped for finding in found), found
 
 
+async def test_the_supervisor_is_closed(sandbox: Sandbox) -> None:
+    names = ("supervisors_memory", "supervisors_descriptors", "supervisors_limits", "trace_supervisor", "stop_supervisor")
+    found = await run_suite(sandbox, [attempt for attempt in attempts() if attempt.name in names])
+    assert len(found) == len(names) and not [finding for finding in found if finding.escaped], found
+
+
 async def test_a_sandbox_that_breaks_counts_as_an_escape(sandbox: Sandbox) -> None:
     async with staged(sandbox.settings) as stage:
         for pid in sandbox.processes:
@@ -76,7 +92,7 @@ import asyncio, sys
 from tidemill.sandbox import landlock
 from tidemill.sandbox.escapes.suite import attempts, run_suite, small_limits
 from tidemill.sandbox.interpreters import interpreter
-from tidemill.sandbox.pool import Sandbox
+from tidemill.sandbox.sandbox_pool import Sandbox
 from tidemill.sandbox.users import reachable
 abi, level, *names = sys.argv[1:]
 landlock.abi = (lambda found: lambda: min(found, int(abi)))(landlock.abi())
@@ -87,7 +103,16 @@ async def main():
             print("ESCAPED" if found.escaped else "held", found.attempt.name, found.said[:200].replace("\\n", "/"))
 asyncio.run(main())
 """
-OF_OLD_KERNELS = ("signal_victim", "end_supervisor", "stop_supervisor", "truncated", "file_outside", "changed_rights", "abstract_name", "tcp")
+OF_OLD_KERNELS = (
+    "signal_victim",
+    "end_supervisor",
+    "stop_supervisor",
+    "truncated",
+    "file_outside",
+    "changed_rights",
+    "abstract_name",
+    "tcp",
+)
 
 
 @pytest.mark.runs

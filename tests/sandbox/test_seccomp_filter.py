@@ -51,7 +51,12 @@ def test_ordinary_calls_are_allowed(machine: str) -> None:
 
 
 def test_another_machines_numbering_ends_the_process() -> None:
-    for machine, other in (("x86_64", 0x40000003), ("x86_64", AUDIT["arm64"]), ("arm64", AUDIT["x86_64"]), ("arm64", 0x40000028)):
+    for machine, other in (
+        ("x86_64", 0x40000003),
+        ("x86_64", AUDIT["arm64"]),
+        ("arm64", AUDIT["x86_64"]),
+        ("arm64", 0x40000028),
+    ):
         assert verdict(seccomp.assembled(seccomp.program(refused(), machine)), other, 0) == KILL
     for number in (0x40000000, 0x40000000 | 39, 0xFFFFFFFF):
         assert answer("x86_64", number) == KILL
@@ -66,7 +71,9 @@ def test_arguments_decide(machine: str) -> None:
 
     for flag in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
         assert of("clone", flag | 17) == EPERM
-    assert of("clone", 17) == of("clone", 0x003D0F00) == of("clone", 0x1200011) == ALLOW  # fork, pthread_create, fork of glibc
+    assert (
+        of("clone", 17) == of("clone", 0x003D0F00) == of("clone", 0x1200011) == ALLOW
+    )  # fork, pthread_create, fork of glibc
     assert of("clone3") == ENOSYS
     assert of("socketpair", 1) == ALLOW and of("socketpair", 2) == EPERM
     assert of("socket", 1, 1) == of("socket", 2, 1) == EPERM

@@ -126,7 +126,9 @@ class RowsSettings(OneOf):
     """
 
     kind: Literal["rows"] = Field(default="rows", description=KIND)
-    data: str = Field(description="Rows: a .jsonl file, a dataset's folder, its hub name (org/name or org/name@revision), or FILE.py:TASKS")
+    data: str = Field(
+        description="Rows: a .jsonl file, a dataset's folder, its hub name (org/name or org/name@revision), or FILE.py:TASKS"
+    )
     eval_data: str = Field(default="", description="Held-out rows. Empty: eval_share of data, by the prompt's hash")
     eval_share: float = Field(default=0.1, gt=0, lt=1, description=EVAL_SHARE)
     split: str = Field(default="train", description="Split of a Hugging Face dataset that is trained on")

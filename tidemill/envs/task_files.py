@@ -9,8 +9,8 @@ from typing import Any
 
 from tidemill.core.errors import ConfigError, UnsupportedModel
 from tidemill.core.hub import shown
-from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.core.import_object import load_object
+from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.code_checks.code_settings import check_rows
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.environment_settings import NO_REWARD, RowsSettings

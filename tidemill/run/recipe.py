@@ -260,7 +260,7 @@ class RunConfig(Config):
         if not (given := self.offline):
             if not self.judged:
                 yield (
-                    "env.reward is empty: expected exact, regex, numeric, last_boxed, math, code, model, or FILE.py:FUNCTION; "
+                    "env.reward is empty: expected exact, regex, numeric, last_boxed, math, code, model, FILE.py:FUNCTION; "
                     "only what learns the rows' own replies (sft, dpo, ipo, orpo, simpo, kto) needs none"
                 )
             return

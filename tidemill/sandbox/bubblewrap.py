@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from tidemill.sandbox.forwarder import SOCKET
 from tidemill.sandbox.interpreters import SYSTEM
 from tidemill.sandbox.users import NOBODY, reachable
 
@@ -31,10 +32,13 @@ def lacking(user: int) -> str:
     return "bwrap lies where only root can run it" if elsewhere else "there is no bwrap"
 
 
-def command(program: Sequence[str], *, user: int, readable: Sequence[str], disk: int, filter_end: int) -> list[str]:
+def command(
+    program: Sequence[str], *, user: int, readable: Sequence[str], disk: int, filter_end: int, bridge: str = ""
+) -> list[str]:
     """The command that runs `program` in namespaces of its own, as their first process.
 
-    user: of bwrap itself, which is started without any right. filter_end: a descriptor with the seccomp filter.
+    user: of bwrap itself, which is started without any right. filter_end: a descriptor with the seccomp filter. bridge: a
+    folder with the socket that leads to the one address of `forwarder`; "" for none.
     """
     args = [bwrap(user), *(f"--unshare-{name}" for name in NAMESPACES), "--disable-userns", "--die-with-parent"]
     args += ["--new-session", "--as-pid-1", "--cap-drop", "ALL", "--hostname", "sandbox"]
@@ -44,6 +48,7 @@ def command(program: Sequence[str], *, user: int, readable: Sequence[str], disk:
             args += ["--symlink", os.readlink(path), path]
         elif not any(path.startswith(f"{other}/") for other in readable if other != path):
             args += ["--ro-bind", path, path]
+    args += ["--ro-bind", bridge, os.path.dirname(SOCKET)] if bridge else []
     args += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(disk), "--tmpfs", FOLDER]
     args += ["--remount-ro", "/", "--chdir", FOLDER]
     args += ["--clearenv", "--setenv", "PYTHONHASHSEED", "0", "--seccomp", str(filter_end)]

@@ -33,7 +33,7 @@ class SandboxedProgram:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What came of one run of a program."""
+    """Result of one run of a program."""
 
     stdout: bytes
     stderr: bytes
@@ -53,7 +53,7 @@ class Execution:
             return f"was ended at its limit of {self.limit.replace('_', ' ')}"
         if self.status < 0:
             number = -self.status
-            known = number in iter(signal.Signals)
+            known = number in [*signal.Signals]
             return f"was ended by {signal.Signals(number).name if known else f'signal {number}'}"
         return f"ended with status {self.status}"
 

@@ -17,6 +17,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 CHANNEL = 3  # descriptor of the connection to another sandbox
 LIBC = ctypes.CDLL(None, use_errno=True)
 
+
 def become(settings, request, files, folder, ends) -> None:
     """Become the program, confined. Never returns."""
     try:
@@ -150,7 +151,7 @@ def finished() -> bool:
 
     try:
         if "threading" in sys.modules:
-            sys.modules["threading"]._shutdown()  # bounded: by the limits of the program
+            sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

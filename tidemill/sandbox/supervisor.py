@@ -12,8 +12,8 @@ import resource
 import select
 import signal
 import struct
-import sys
 import time
+from contextlib import suppress
 
 from tidemill.sandbox.program_start import LIBC, become
 
@@ -21,6 +21,7 @@ LENGTH = struct.Struct("<I")
 TICK_S, END_S = 0.05, 20.0  # between two looks at memory, disk and processes; for killed processes to be gone
 DUMPABLE, SUBREAPER = 4, 36
 CHUNK = 1 << 16
+BY_SIGNAL = {int(signal.SIGXCPU): "cpu_seconds", int(signal.SIGXFSZ): "disk"}
 MB = 1 << 20
 PAGE = resource.getpagesize()
 OWN_NAMESPACE = os.getpid() == 1
@@ -34,12 +35,18 @@ def main(settings) -> None:
     LIBC.prctl(DUMPABLE, 0, 0, 0, 0)  # programs of the same user can then not look into this process
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
     write({"ready": True})
-    number = 0
+    number, address = 0, None
+    if settings["port"]:
+        from tidemill.sandbox.forwarder import forked, listening  # it is there if there is an address
+
+        address = listening(settings["port"])
     try:
         while True:
             header, blobs = read()
             number += 1
             files = dict(zip(header["files"], blobs[1:], strict=True))
+            if address is not None:
+                forked(address)
             write(*run(settings, header, files, blobs[0], number))
             warm_up()
     except Ended:
@@ -102,7 +109,7 @@ def run(settings, request, files, stdin, number):
     settings["channel"] = 0  # it is the first program's, whose end the other side has to see
     for end in (ends[0][1], ends[1][0], ends[2][0]):
         os.set_blocking(end, False)
-    watch = Watch(limits, folder, pid)
+    watch = ProgramWatch(limits, folder, pid)
     try:
         watch.until_end(ends[0][1], stdin, [ends[1][0], ends[2][0]], begun + limits["seconds"])
     finally:
@@ -113,14 +120,14 @@ def run(settings, request, files, stdin, number):
         os.close(end)
     remove(folder)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    watch.limit = watch.limit or {signal.SIGXCPU: "cpu_seconds", signal.SIGXFSZ: "disk"}.get(ended_by, "")
+    watch.limit = watch.limit or BY_SIGNAL.get(ended_by, "")
     result = {"status": os.WEXITSTATUS(status) if not ended_by else -ended_by, "limit": watch.limit}
     result |= {"seconds": seconds, "peak": peak, "clean": clean(settings, folder)}
     return result, *map(bytes, watch.output)
 
 
 def clean(settings, folder) -> bool:
-    """Whether another program may run here, which then finds nothing of this one.
+    """True when another program may run here, and finds nothing of this one.
 
     Landlock has kept the program in its folder, but for attributes of the folder above, which are put back.
     """
@@ -135,7 +142,7 @@ def clean(settings, folder) -> bool:
     return True
 
 
-class Watch:
+class ProgramWatch:
     """Feeds a program, reads what it writes, and looks after its limits until it ends."""
 
     def __init__(self, limits, folder, pid) -> None:
@@ -146,19 +153,19 @@ class Watch:
 
     def until_end(self, feed, stdin, read, deadline) -> None:
         """Return when the program has ended, or a limit is reached. Raises Ended."""
-        handle, poll, left = os.pidfd_open(self.pid), select.poll(), memoryview(stdin)
+        handle, poll, left = os.pidfd_open(self.pid), select.epoll(), memoryview(stdin)
         self.open = {feed, handle, *read}
-        self.reading = dict(zip(read, self.output))
+        self.reading = dict(zip(read, self.output, strict=True))
         for each in (0, handle, *read):
-            poll.register(each, select.POLLIN)
-        poll.register(feed, select.POLLOUT)
+            poll.register(each, select.EPOLLIN)
+        poll.register(feed, select.EPOLLOUT)
         look = time.monotonic() + TICK_S
         while not self.limit:
             now = time.monotonic()
-            for end, event in poll.poll(max(0.0, min(look, deadline) - now) * 1000):
+            for end, event in poll.poll(max(0.0, min(look, deadline) - now)):
                 if end == handle:
                     return
-                if end == 0 and event & (select.POLLHUP | select.POLLERR):
+                if end == 0 and event & (select.EPOLLHUP | select.EPOLLERR):
                     raise Ended
                 if end == feed:
                     left = self._fed(poll, feed, left, event)
@@ -273,7 +280,7 @@ def remove(folder) -> None:
 def end_all(settings, main=0):
     """Kill every process below this one. Returns the main one's wait status and its peak of memory in bytes."""
     status, peak, deadline = 0, 0, time.monotonic() + END_S
-    while True:
+    while time.monotonic() < deadline:
         try:
             while True:
                 pid, found, usage = os.wait4(-1, os.WNOHANG)
@@ -283,10 +290,9 @@ def end_all(settings, main=0):
                     status, peak = found, usage.ru_maxrss * 1024
         except ChildProcessError:  # orphans become children of this process, so there is nobody left
             return status, peak
-        if time.monotonic() > deadline:
-            os._exit(70)  # the starter sees the end without a result, which is no result
         strike(settings)
         time.sleep(0.0005)
+    os._exit(70)  # the starter sees the end without a result, which is no result
 
 
 def strike(settings) -> None:
@@ -311,20 +317,16 @@ def strike_user(user) -> None:
         os.setresuid(user, user, user)
         kill(-1)
         os._exit(0)
-    gone = select.poll()
     handle = os.pidfd_open(pid)
-    gone.register(handle, select.POLLIN)
-    gone.poll(1000)
+    select.select([handle], [], [], 1.0)
     os.close(handle)
     kill(pid)  # if one of those stopped it
     os.waitpid(pid, 0)  # bounded: it was killed
 
 
 def kill(pid, number=signal.SIGKILL) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def below():

@@ -17,9 +17,10 @@ from typing import Any, Self
 import tidemill.sandbox
 from tidemill.core.errors import ConfigError, SandboxFailed
 from tidemill.sandbox import bubblewrap, execution, landlock, seccomp
+from tidemill.sandbox.bridge import address_of, bridged
 from tidemill.sandbox.execution import LENGTH, MOST_HEADER, Execution, SandboxedProgram
 from tidemill.sandbox.interpreters import PATH, interpreter, readable_paths
-from tidemill.sandbox.settings import SandboxSettings
+from tidemill.sandbox.sandbox_settings import SandboxSettings
 from tidemill.sandbox.system_calls import refused
 from tidemill.sandbox.users import claimed_user
 
@@ -39,10 +40,10 @@ SPARE_TASKS = 4096  # of the other processes of this process's user, which count
 
 
 @cache
-def sources() -> str:
+def sources(network: bool) -> str:
     """The modules of the supervisor as text: it may run where this package cannot be read."""
-    folder = Path(tidemill.sandbox.__path__[0])
-    return json.dumps({f"tidemill.sandbox.{name}": (folder / f"{name}.py").read_text() for name in MODULES})
+    folder, names = Path(tidemill.sandbox.__path__[0]), ("forwarder", *MODULES) if network else MODULES
+    return json.dumps({f"tidemill.sandbox.{name}": (folder / f"{name}.py").read_text() for name in names})
 
 
 class SupervisorProcess:
@@ -64,6 +65,8 @@ class SupervisorProcess:
         with ExitStack() as held:
             user = held.enter_context(claimed_user())
             argv, given, passed = prepared(level, settings, user, channel, held)
+            if settings.network:
+                await bridged(settings.network, given["bridge"], held)
             how: dict[str, Any] = {"pass_fds": passed, "start_new_session": True}
             if level == "bubblewrap" and user:
                 how |= {"user": user, "group": user, "extra_groups": []}
@@ -86,7 +89,8 @@ class SupervisorProcess:
         self._stdin.write(execution.request(program, stdin, self._settings.packages, ENVIRONMENT))
         header, blobs = await self._message(self._settings.seconds + GRACE_S)
         try:
-            found = execution.result_of(header, *blobs, self.level)
+            stdout, stderr = blobs
+            found = execution.result_of(header, stdout, stderr, self.level)
         except (KeyError, TypeError, ValueError) as error:
             raise SandboxFailed(f"the sandbox ({self.level}) gave no result that can be read: {error}") from None
         self.reusable = header.get("clean") is True
@@ -135,23 +139,30 @@ def prepared(
     """The command of a supervisor, its settings, and the descriptors that it inherits. Raises ConfigError."""
     python = interpreter(settings.python, user)
     readable = readable_paths(python, (*settings.packages, *settings.readable))
-    command = [python, "-s", "-S", "-B", "-X", "utf8", "-c", BOOT, sources()]
+    command = [python, "-s", "-S", "-B", "-X", "utf8", "-c", BOOT, sources(bool(settings.network))]
     limits = settings.limits()
-    given = {"limits": limits, "user": user, "channel": channel, "landlock": None, "seccomp": ""}
+    given = {"limits": limits, "user": user, "channel": channel, "landlock": None, "seccomp": "", "port": 0}
     passed = [channel] if channel else []
     inside = level == "bubblewrap"
     if why := reason_against(level, user):
         raise ConfigError(f"sandbox level {level!r} does not work here: {why}")
-    steps = seccomp.assembled(seccomp.program(refused_calls(level, user), seccomp.machine())) if level != "limits" else b""
-    limits["tasks"] = limits["processes"] + (1 if inside else 0 if user else SPARE_TASKS)
+    if settings.network and not inside:
+        raise ConfigError(f"sandbox network = {settings.network!r} needs level 'bubblewrap', not {level!r}, which has none")
+    calls = refused_calls(level, user, bool(settings.network))
+    steps = seccomp.assembled(seccomp.program(calls, seccomp.machine())) if level != "limits" else b""
+    limits["tasks"] = limits["processes"] + (2 if inside else 0 if user else SPARE_TASKS)
     if inside:
         given |= {"user": 0, "folder": bubblewrap.FOLDER}
         if landlock.abi() >= landlock.TRUNCATION_SINCE:  # a second wall, behind which one sandbox can run many programs
-            given["landlock"] = landlock.ruleset([*readable, "/proc"])
+            given["landlock"] = landlock.ruleset([*readable, "/proc"], network=bool(settings.network))
         passed.append(_filled(steps, held))
-        disk = int(limits["disk"])
-        command = bubblewrap.command(command, user=user, readable=readable, disk=disk, filter_end=passed[-1])
-        return command, given, passed
+        bridge = ""
+        if settings.network:
+            bridge = given["bridge"] = own_folder(held)
+            os.chmod(bridge, 0o711)
+            given["port"] = address_of(settings.network)[1]
+        inner = {"user": user, "readable": readable, "disk": int(limits["disk"]), "bridge": bridge}
+        return bubblewrap.command(command, filter_end=passed[-1], **inner), given, passed
     folder = own_folder(held)
     os.chmod(folder, 0o711 if user else 0o700)
     given |= {"folder": folder, "seccomp": steps.hex()}
@@ -170,10 +181,10 @@ def reason_against(level: str, user: int) -> str:
     return bubblewrap.lacking(user) if level == "bubblewrap" else landlock.lacking(bool(user))
 
 
-def refused_calls(level: str, user: int) -> tuple[Any, ...]:
+def refused_calls(level: str, user: int, network: bool = False) -> tuple[Any, ...]:
     """The system calls that programs of a level may not make."""
     if level == "bubblewrap":
-        return refused(shared=False)  # what stays in an IPC namespace would be there for its next program
+        return refused(shared=False, sockets=network)  # what stays in an IPC namespace would be there for its next program
     kept_within = bool(user) or landlock.abi() >= landlock.SIGNALS_SINCE
     return refused(shared=False, own_files=bool(user), signals=kept_within)
 

@@ -152,24 +152,48 @@ LOCAL_SOCKETS = (  # streams only, for a program that may reach one address: its
     SOCKETS[1],
 )
 SHARED_WITH_OTHERS = (  # without an IPC namespace these reach every process of the machine; Landlock does not know them
-    *(SystemCall(*line) for line in (("shmget", 29, 194), ("shmat", 30, 196), ("shmctl", 31, 195), ("shmdt", 67, 197))),
-    *(SystemCall(*line) for line in (("semget", 64, 190), ("semop", 65, 193), ("semctl", 66, 191), ("semtimedop", 220, 192))),
-    *(SystemCall(*line) for line in (("msgget", 68, 186), ("msgsnd", 69, 189), ("msgrcv", 70, 188), ("msgctl", 71, 187))),
+    SystemCall("shmget", 29, 194),
+    SystemCall("shmat", 30, 196),
+    SystemCall("shmctl", 31, 195),
+    SystemCall("shmdt", 67, 197),
+    SystemCall("semget", 64, 190),
+    SystemCall("semop", 65, 193),
+    SystemCall("semctl", 66, 191),
+    SystemCall("semtimedop", 220, 192),
+    SystemCall("msgget", 68, 186),
+    SystemCall("msgsnd", 69, 189),
+    SystemCall("msgrcv", 70, 188),
+    SystemCall("msgctl", 71, 187),
     SystemCall("mq_open", 240, 180),
     SystemCall("mq_unlink", 241, 181),
     SystemCall("inotify_add_watch", 254, 27),
 )
 ATTRIBUTES = (  # of files: Landlock leaves them to the file's owner, who may be the one that started the sandbox
-    *(SystemCall(*line) for line in (("chmod", 90, None), ("fchmod", 91, 52), ("fchmodat", 268, 53), ("fchmodat2", 452, 452))),
-    *(SystemCall(*line) for line in (("chown", 92, None), ("fchown", 93, 55), ("lchown", 94, None), ("fchownat", 260, 54))),
-    *(SystemCall(*line) for line in (("utime", 132, None), ("utimes", 235, None), ("futimesat", 261, None))),
+    SystemCall("chmod", 90, None),
+    SystemCall("fchmod", 91, 52),
+    SystemCall("fchmodat", 268, 53),
+    SystemCall("fchmodat2", 452, 452),
+    SystemCall("chown", 92, None),
+    SystemCall("fchown", 93, 55),
+    SystemCall("lchown", 94, None),
+    SystemCall("fchownat", 260, 54),
+    SystemCall("utime", 132, None),
+    SystemCall("utimes", 235, None),
+    SystemCall("futimesat", 261, None),
     SystemCall("utimensat", 280, 88),
-    *(SystemCall(*line) for line in (("setxattr", 188, 5), ("lsetxattr", 189, 6), ("fsetxattr", 190, 7))),
-    *(SystemCall(*line) for line in (("removexattr", 197, 14), ("lremovexattr", 198, 15), ("fremovexattr", 199, 16))),
+    SystemCall("setxattr", 188, 5),
+    SystemCall("lsetxattr", 189, 6),
+    SystemCall("fsetxattr", 190, 7),
+    SystemCall("removexattr", 197, 14),
+    SystemCall("lremovexattr", 198, 15),
+    SystemCall("fremovexattr", 199, 16),
 )
 SIGNALS = (  # where Landlock cannot keep them within the sandbox
-    *(SystemCall(*line) for line in (("kill", 62, 129), ("tkill", 200, 130), ("tgkill", 234, 131))),
-    *(SystemCall(*line) for line in (("rt_sigqueueinfo", 129, 138), ("rt_tgsigqueueinfo", 297, 240))),
+    SystemCall("kill", 62, 129),
+    SystemCall("tkill", 200, 130),
+    SystemCall("tgkill", 234, 131),
+    SystemCall("rt_sigqueueinfo", 129, 138),
+    SystemCall("rt_tgsigqueueinfo", 297, 240),
     SystemCall("pidfd_send_signal", 424, 424),
 )
 ALWAYS = (*OTHER_PROCESSES, *KEYS, *NAMESPACES, *KERNEL, *FILES)
@@ -193,5 +217,3 @@ def refused(
 def number_of(call: SystemCall, machine: str) -> int | None:
     """The call's number on a machine, "x86_64" or "arm64"; None where it does not exist."""
     return call.x86_64 if machine == "x86_64" else call.arm64
-
-

@@ -44,7 +44,7 @@ def _claim(claim: socket.socket) -> int:
 
 
 def reachable(path: str, user: int) -> bool:
-    """Whether a user without groups can read and run a file, or list a folder. user 0: this process's own."""
+    """True when a user without groups can read and run a file, or list a folder. user 0: this process's own."""
     if not user:
         return os.access(path, os.R_OK | os.X_OK)
     real = Path(os.path.realpath(path))

@@ -26,8 +26,12 @@ except ConfigError as why:
 SQUARE = [{"stdin": "3\n", "stdout": "9"}, {"stdin": "4", "stdout": "16\n"}]
 
 
+PATIENT = {"seconds": 120.0, "warm": 0}  # right programs pass on a machine that has much else to do
+
+
 def value(program: str, **checks: Any) -> float:
-    outcome = score(f"I think:\n```python\n{program}\n```\n", **checks)
+    sandbox = {**PATIENT, **checks.pop("sandbox", {})}
+    outcome = score(f"I think:\n```python\n{program}\n```\n", sandbox=sandbox, budget_s=600.0, **checks)
     assert isinstance(outcome, Score), outcome
     return outcome.value
 
@@ -53,11 +57,14 @@ CHEATS = {
     "ends when it is called": "import os\ndef f(x): os._exit(0)",
     "ends by an exception": "def f(x): raise SystemExit(0)",
     "prints a verdict": "print('[\"\", \"\"]')\nimport os, sys\nsys.stdout.flush()\nos._exit(0)",
-    "writes to every descriptor": "import os\nfor n in range(64):\n  try: os.write(n, b'[\"\"]')\n  except OSError: pass\nos._exit(0)",
+    "writes to every descriptor": "import os\nfor n in range(64):\n  try: os.write(n, b'[\"\"]')\n"
+    "  except OSError: pass\nos._exit(0)",
     "equals everything": "class A:\n  def __eq__(s, o): return True\n  def __hash__(s): return 0\ndef f(x): return A()",
-    "changes the built-ins": "import builtins\nbuiltins.all = builtins.any = lambda *a: True\nclass AssertionError(Exception): pass",
+    "changes the built-ins": "import builtins\nbuiltins.all = builtins.any = lambda *a: True\n"
+    "class AssertionError(Exception): pass",
     "is a dictionary of everything": "class F(dict):\n  def __missing__(s, k): return 4\nf = F().__getitem__",
-    "looks for the tests": "import gc\ndef f(x):\n  return eval(next(o for o in map(str, gc.get_objects()) if 'assert f' in o))",
+    "looks for the tests": "import gc\ndef f(x):\n"
+    "  return eval(next(o for o in map(str, gc.get_objects()) if 'assert f' in o))",
     "sends a reply that cannot be read": "import os\ndef f(x): os.write(3, b'\\xff' * 64)",
     "replies before it is asked": "import os, json, struct\nt = json.dumps({'value': {'dict': []}}).encode()\n"
     "os.write(3, (struct.pack('<I', len(t)) + t) * 9)\ndef f(x): return 4",
@@ -76,7 +83,8 @@ def test_a_program_that_cheats_has_failed(how: str) -> None:
     ("program", "tests"),
     [
         ("def f(x): return x * x", TESTS),
-        ("def f(x): raise ValueError('no')", "try:\n    f(1)\n    raise AssertionError\nexcept ValueError as e:\n    assert str(e) == 'no'"),
+        ("def f(x): raise ValueError('no')",
+         "try:\n    f(1)\n    raise AssertionError\nexcept ValueError as e:\n    assert str(e) == 'no'"),
         ("def f(a): a.sort()", "a = [3, 1]\nassert f(a) is None and a == [1, 3]"),
         ("def f(d): d['x'] = {1, 2}", "d = {}\nf(d)\nassert d == {'x': {1, 2}}"),
         ("def f(g, n): return g(n) + 1", "assert f(lambda x: x * 2, 4) == 9"),
@@ -91,13 +99,16 @@ def test_a_program_that_cheats_has_failed(how: str) -> None:
         ("class S:\n    def __init__(s): s.a = []\n    def push(s, x): s.a.append(x)\n    def pop(s): return s.a.pop()\n"
          "    def __len__(s): return len(s.a)",
          "s = S()\ns.push((1, {2: 3}))\nassert len(s) == 1 and isinstance(s, S) and s.pop() == (1, {2: 3}) and s.a == []"),
-        ("class V:\n    def __init__(s, x): s.x = x\n    def __add__(s, o): return V(s.x + o.x)\n    def __mul__(s, k): return V(s.x * k)\n"
+        ("class V:\n    def __init__(s, x): s.x = x\n    def __add__(s, o): return V(s.x + o.x)\n"
+         "    def __mul__(s, k): return V(s.x * k)\n"
          "    def __eq__(s, o): return s.x == o.x",
          "assert V(1) + V(2) == V(3) and V(2) * 3 == V(6) and V(1) != V(2)"),
         ("def f(node): return node.value + (f(node.next) if node.next else 0)",
-         "class Node:\n    def __init__(self, value, next=None): self.value, self.next = value, next\nassert f(Node(1, Node(2))) == 3"),
+         "class Node:\n    def __init__(self, value, next=None): self.value, self.next = value, next\n"
+         "assert f(Node(1, Node(2))) == 3"),
         ("def f(x): return x", "from solution import f as g\nassert g(3) == 3"),
-        ("import sys\nsys.setrecursionlimit(5000)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)", "assert f(2000) == 2000"),
+        ("import sys\nsys.setrecursionlimit(5000)\n"
+         "def f(n): return 0 if n == 0 else 1 + f(n - 1)", "assert f(2000) == 2000"),
         ("print('noise')\ndef f(x):\n    print('more')\n    return x", "print('from the tests')\nassert f(1) == 1"),
     ],
 )  # fmt: skip
@@ -107,10 +118,24 @@ def test_right_programs_pass(program: str, tests: str) -> None:
 
 def test_names_of_python_never_come_from_the_program() -> None:
     assert value("def abs(x): return 0\ndef f(x): return 9", tests="assert abs(f(2) - 4) < 1e-6") == 0.0
-    assert value("class M:\n    def isclose(*a): return True\nmath = M()\ndef f(x): return 7", tests="assert math.isclose(f(2), 4)") == 0.0
-    assert value("class Counter:\n    def __eq__(s, o): return True\n    def __init__(s, x): 0\ndef f(x): return x", tests="assert Counter(f('ab')) == Counter('cd')") == 0.0
+    assert (
+        value(
+            "class M:\n    def isclose(*a): return True\nmath = M()\ndef f(x): return 7",
+            tests="assert math.isclose(f(2), 4)",
+        )
+        == 0.0
+    )
+    assert (
+        value(
+            "class Counter:\n    def __eq__(s, o): return True\n    def __init__(s, x): 0\ndef f(x): return x",
+            tests="assert Counter(f('ab')) == Counter('cd')",
+        )
+        == 0.0
+    )
     assert value("def sum(x): return 6", tests="assert sum([9]) == 6", entry_point="sum") == 1.0
-    assert value("class V:\n    def __sub__(s, o): return 0\ndef f(x): return V()", tests="assert abs(f(2) - 4) < 1e-6") == 0.0
+    assert (
+        value("class V:\n    def __sub__(s, o): return 0\ndef f(x): return V()", tests="assert abs(f(2) - 4) < 1e-6") == 0.0
+    )
 
 
 def test_exceptions_of_the_program_end_no_loop_of_the_tests() -> None:
@@ -164,7 +189,7 @@ def test_the_level_is_known_before_a_run_and_options_are_checked() -> None:
     assert judge.sandbox == LEVEL
     assert RewardJudge("code", pool, {"sandbox": "limits"}).sandbox == "limits"
     for options, said in (
-        ({"sandbox": {"seconds": 9.5}}, "scoring.limit_s is 10: raise it"),
+        ({"sandbox": {"seconds": 8.5}}, "scoring.limit_s is 10: raise it"),
         ({"sandbox": {"level": "best"}}, "level 'best'"),
         ({"sandbox": 3}, "reward_options.sandbox = 3"),
         ({"depth": 3}, "no option 'depth'"),
@@ -185,13 +210,13 @@ def test_rows_are_checked(data: dict[str, Any], said: str) -> None:
 async def test_workers_judge_and_keep_their_sandbox(tmp_path: Path) -> None:
     lines = [{"prompt": f"square {n}", "answer": "print(int(input()) ** 2)", "cases": SQUARE} for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    pool = RewardPool(workers=1, limit_s=20.0)
+    pool = RewardPool(workers=1, limit_s=600.0)
     try:
         environment = rows(RowsSettings(data=str(tmp_path / "rows.jsonl"), reward="code"), pool)
         assert environment.sandbox == LEVEL
         task = environment.tasks("train")[0]
         reference = "tidemill.envs.rewards.code:score"
-        given = {"cases": SQUARE, "sandbox": {"level": LEVEL}}
+        given = {"cases": SQUARE, "sandbox": {"level": LEVEL, **PATIENT}, "budget_s": 600.0}
         for completion, wanted in (("print(int(input()) ** 2)", 1.0), ("1 / 0", 0.0), (str(environment.gold(task)), 1.0)):
             outcome = await pool.call(reference, kwargs={"completion": completion, **given})
             assert outcome == Score(wanted)

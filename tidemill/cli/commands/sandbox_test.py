@@ -7,7 +7,7 @@ import asyncio
 from tidemill.cli.commands.doctor import DoctorFinding
 from tidemill.core.errors import ConfigError
 from tidemill.sandbox.escapes.suite import run_suite, small_limits
-from tidemill.sandbox.pool import INSTALL, Sandbox
+from tidemill.sandbox.sandbox_pool import INSTALL, Sandbox
 
 NAME = "sandbox"
 
@@ -30,4 +30,6 @@ async def _tried() -> DoctorFinding:
         advice = "do not run programs of a policy on this machine, and report this with the kernel's version"
         return DoctorFinding(NAME, "fail", f"{opened.level}: {len(escaped)} of {len(found)} escapes succeed: {said}", advice)
     advice = "" if opened.level == "bubblewrap" else f"bubblewrap would add namespaces: {INSTALL}"
-    return DoctorFinding(NAME, "warn" if advice else "ok", f"{opened.level}: {len(found)} escapes tried, none succeeds", advice)
+    return DoctorFinding(
+        NAME, "warn" if advice else "ok", f"{opened.level}: {len(found)} escapes tried, none succeeds", advice
+    )

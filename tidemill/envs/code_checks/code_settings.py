@@ -10,10 +10,10 @@ from typing import Any
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Task
-from tidemill.sandbox.pool import Sandbox
-from tidemill.sandbox.settings import SandboxSettings
+from tidemill.sandbox.sandbox_pool import Sandbox
+from tidemill.sandbox.sandbox_settings import SandboxSettings
 
-DEFAULTS: dict[str, Any] = {"seconds": 3.0, "cpu_seconds": 2, "memory_mb": 256, "disk_mb": 16, "output_kb": 256, "warm": 0}
+DEFAULTS: dict[str, Any] = {"seconds": 5.0, "cpu_seconds": 2, "memory_mb": 256, "disk_mb": 16, "output_kb": 256, "warm": 0}
 START_S = 2.0  # seconds kept for starting a sandbox
 PROBE_S = 300.0
 
@@ -74,11 +74,11 @@ def check_rows(tasks: Iterable[Task]) -> None:
         if tests is None and cases is None:
             raise ConfigError(f"reward 'code': task {task.id} has neither `tests` nor `cases`")
         if tests is not None and not (tests_of(tests) and all(isinstance(each, str) for each in tests_of(tests))):
-            raise ConfigError(f"reward 'code': tests of task {task.id} are {tests!r:.60}: expected a text, or a list of texts")
+            raise ConfigError(f"reward 'code': tests of task {task.id} are {tests!r:.60}: expected a text or a list of them")
         if cases is not None and not (isinstance(cases, list) and cases and all(map(_is_case, cases))):
             raise ConfigError(
-                f"reward 'code': cases of task {task.id} are {cases!r:.80}: expected a list of tables with the texts stdin and "
-                "stdout"
+                f"reward 'code': cases of task {task.id} are {cases!r:.80}: expected a list of tables with the texts "
+                "stdin and stdout"
             )
 
 

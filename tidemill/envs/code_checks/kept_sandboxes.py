@@ -9,8 +9,8 @@ from functools import cache
 from typing import TypeVar
 
 from tidemill.runtime.workers import serve_calls
-from tidemill.sandbox.pool import Sandbox
-from tidemill.sandbox.settings import SandboxSettings
+from tidemill.sandbox.sandbox_pool import Sandbox
+from tidemill.sandbox.sandbox_settings import SandboxSettings
 
 T = TypeVar("T")
 LIMIT_S = 600.0  # far above what the caller's own limits allow

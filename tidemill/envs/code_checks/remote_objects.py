@@ -14,13 +14,15 @@ import json
 import operator
 import os
 import struct
+from collections.abc import Callable
+from typing import Any
 
 CHANNEL, LENGTH, MOST = 3, struct.Struct("<I"), 16 << 20
-SMALL = 1 << 53
-OPERATIONS = {name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")}
-OPERATIONS |= {name: getattr(operator, name) for name in ("and_", "or_", "xor", "lshift", "rshift", "neg", "pos", "invert", "abs")}
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "neg", "pos", "abs")
+BITS = ("and_", "or_", "xor", "lshift", "rshift", "invert")
+OPERATIONS = {name: getattr(operator, name) for name in (*ARITHMETIC, *BITS)}
 COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-ACTIONS = {
+ACTIONS: dict[str, Callable[..., Any]] = {
     "call": lambda value, args, kwargs: value(*args, **kwargs),
     "get": lambda value, args, kwargs: getattr(value, *args),
     "set": lambda value, args, kwargs: setattr(value, *args),
@@ -32,10 +34,9 @@ ACTIONS = {
     "is_instance": lambda value, args, kwargs: isinstance(args[0], value),
     "enter": lambda value, args, kwargs: value.__enter__(),
     "exit": lambda value, args, kwargs: value.__exit__(None, None, None),
-    **{name: lambda value, args, kwargs, f=function: f(value) for name, function in
-       (("len", len), ("str", str), ("repr", repr), ("bool", bool), ("hash", hash))},
-    **{name: lambda value, args, kwargs, f=function: f(value, *args) for name, function in (OPERATIONS | COMPARISONS).items()},
 }
+DIRECT = {"len": len, "str": str, "repr": repr, "bool": bool, "hash": hash, **OPERATIONS, **COMPARISONS}
+ACTIONS |= {name: lambda value, args, kwargs, do=do: do(value, *args) for name, do in DIRECT.items()}
 
 
 class PeerGone(BaseException):
@@ -62,7 +63,8 @@ class Peer:
         for place, changed in reply.get("changed", []):
             take_over(args[place], self.decoded(changed))
         if "error" in reply:
-            raise error_of(*reply["error"], operation == "next")
+            name, text = reply["error"]
+            raise error_of(name, text, ends=operation == "next")
         return self.decoded(reply["value"])
 
     def serve(self):
@@ -83,7 +85,7 @@ class Peer:
             target = self._objects[message["on"]]
             if self.guarded:
                 permit(message["do"], target, args)
-            reply = {"value": self.encoded(ACTIONS[message["do"]](target, args, kwargs))}
+            reply: dict[str, Any] = {"value": self.encoded(ACTIONS[message["do"]](target, args, kwargs))}
         except (PeerGone, SystemExit, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -120,7 +122,7 @@ class Peer:
     def _exactly(self, size):
         found = bytearray()
         while len(found) < size:
-            chunk = os.read(CHANNEL, min(size - len(found), 1 << 16))  # bounded: by the sandbox's limit of time
+            chunk = os.read(CHANNEL, min(size - len(found), 1 << 16))
             if not chunk:
                 self._end()
             found += chunk
@@ -161,7 +163,7 @@ class Peer:
 
 MUTABLE = (list, dict, set, bytearray, collections.deque)
 NESTED = ("list", "tuple", "set", "frozenset", "deque", "dict")
-TAGGED = (  # type, tag, the value's parts; subclasses travel as the type
+TAGGED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (  # type, tag, the value's parts; subclasses travel as the type
     (str, "", lambda value: str.__str__(value)),
     (int, "int", lambda value: hex(int(value))),
     (float, "", float),
@@ -229,7 +231,7 @@ def permit(operation, target, args):
 
 def error_of(name, text, ends):
     """The exception that the other side raised, if it is a built-in one."""
-    kind = getattr(builtins, str(name), None)
+    kind: Any = getattr(builtins, str(name), None)
     if kind is StopIteration:  # elsewhere it would end a loop of the tests early, and pass
         return StopIteration() if ends else RuntimeError("the tested code raised StopIteration")
     known = isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopAsyncIteration

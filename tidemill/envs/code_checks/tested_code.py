@@ -39,7 +39,7 @@ def run_tests(tests, entry_point):
 
 
 def _verdict(peer, text, entry_point):
-    """"" for a test that passes, else the reason why it does not."""
+    """ "" for a test that passes, else the reason why it does not."""
     if peer.gone:
         return "the tested code had ended"
     try:
@@ -57,7 +57,7 @@ def _verdict(peer, text, entry_point):
 
 
 def names_of(peer, text, entry_point):
-    """What the tests use and do not define: modules of their own, and the rest from the tested code.
+    """Names that the tests use and do not define: modules of their own, the rest from the tested code.
 
     A name of Python's own never comes from the tested code, which could judge itself by it; but for the entry point.
     """
@@ -75,7 +75,8 @@ def names_of(peer, text, entry_point):
 
 def _only_with_attributes(tree):
     """Names that are only used as in `name.attribute`."""
-    behind = [node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    before = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    behind = [node.id for node in before if isinstance(node, ast.Name)]
     every = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
     return {name for name in behind if behind.count(name) == every.count(name)}
 
@@ -91,5 +92,3 @@ def _solution(peer):
             return found[name]
 
     return Solution("solution")
-
-

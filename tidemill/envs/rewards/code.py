@@ -24,7 +24,7 @@ from tidemill.core.types import InfraError, Outcome, Score, Unscorable
 from tidemill.envs.code_checks.code_settings import settings_of, tests_of
 from tidemill.envs.code_checks.kept_sandboxes import kept_sandboxes
 from tidemill.sandbox.execution import Execution, SandboxedProgram
-from tidemill.sandbox.pool import Sandbox
+from tidemill.sandbox.sandbox_pool import Sandbox
 
 FENCE = "```"
 LONGEST = 200_000  # characters of a program
@@ -111,11 +111,12 @@ class _Checks:
             return sum(said == "" for said in verdicts)
         except (ValueError, TypeError):
             last = execution.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            raise SandboxFailed(f"the tests gave no verdict: the process that ran them {execution.describe()}; {last:.200}") from None
+            how = f"the process that ran them {execution.describe()}; {last:.200}"
+            raise SandboxFailed(f"the tests gave no verdict: {how}") from None
 
 
 def same_output(execution: Execution, expected: str) -> bool:
-    """Whether a program ended well and wrote what was expected, spaces at the ends of lines and of the text aside."""
+    """True when a program ended well and wrote what was expected, spaces at the ends of lines and of the text aside."""
     return execution.succeeded and _lines(execution.stdout.decode(errors="replace")) == _lines(expected)
 
 

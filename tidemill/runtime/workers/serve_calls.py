@@ -16,7 +16,6 @@ from tidemill.runtime.workers import keeper, worker_setup
 from tidemill.runtime.workers.frames import CallBegan, CallResult, WorkerCall, to_worker
 from tidemill.runtime.workers.worker_setup import Channel, FrameWriter, Handler, failure
 
-
 KEPT: list[Callable[[], set[int]]] = []
 """Functions that tell which children this project's own code keeps between calls, such as sandboxes."""
 

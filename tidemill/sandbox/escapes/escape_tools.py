@@ -32,7 +32,7 @@ def call(x86_64, arm64, *args):
 
 
 def reached(result):
-    """Whether a call that would have failed anyway was looked at by more than a check of rights."""
+    """True when a call that fails anyway was looked at by more than a check of rights."""
     return result >= 0 or -result not in (errno.EPERM, errno.ENOSYS, errno.EACCES)
 
 
@@ -49,7 +49,7 @@ def ended_well(become):
             become()
         finally:
             os._exit(127)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0  # bounded: by the sandbox's limit of time
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def attempt(function):

@@ -92,4 +92,5 @@ def pair_of_another_family(stage):
 
 def interfaces(stage):
     """See the machine's network interfaces and connections."""
-    return [name for name in os.listdir("/sys/class/net")] and open("/proc/net/tcp").read().count("\n") > 1
+    with open("/proc/net/tcp") as file:
+        return os.listdir("/sys/class/net") and file.read().count("\n") > 1

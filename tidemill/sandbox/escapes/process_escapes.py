@@ -192,7 +192,8 @@ def message_queue(stage):
 
 def raised_limits(stage):
     """Raise the limits of memory, files, processes and core dumps."""
-    for what in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_CPU, resource.RLIMIT_AS):
+    limits = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_CPU, resource.RLIMIT_AS)
+    for what in (resource.RLIMIT_CORE, *limits):
         try:
             hard = resource.getrlimit(what)[1]
             more = resource.RLIM_INFINITY if what != resource.RLIMIT_NOFILE else hard + 1

@@ -5,11 +5,11 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 
 from tidemill.sandbox.escapes.escape_tools import harmful
 
 MB = 1 << 20
-
 
 
 @harmful
@@ -24,10 +24,8 @@ def forks_without_end(stage):
                 os.write(write, b"x")
         except OSError:
             time.sleep(0.001)
-        try:
+        with suppress(OSError):
             count += len(os.read(read, 65536))
-        except OSError:
-            pass
         if count > 2 * stage["processes"]:
             return count
 
@@ -35,9 +33,9 @@ def forks_without_end(stage):
 @harmful
 def threads_without_end(stage):
     """Start threads until the machine stands still."""
-    for number in range(4 * stage["processes"]):
+    for _ in range(4 * stage["processes"]):
         threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
-    return number
+    return True
 
 
 @harmful
@@ -187,5 +185,3 @@ def daemon_that_forks(stage):
             os._exit(0)
         with open("/proc/self/comm", "w") as file:
             file.write(stage["daemon"][:15])
-
-

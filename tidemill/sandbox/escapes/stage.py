@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.sandbox.interpreters import interpreter
-from tidemill.sandbox.settings import SandboxSettings
+from tidemill.sandbox.sandbox_settings import SandboxSettings
 
 VICTIM = """
 import ctypes, os, sys
@@ -28,7 +28,7 @@ START_S, END_S = 60.0, 10.0
 
 
 class EscapeStage:
-    """What an attempt is told, and the processes behind it."""
+    """The facts that an attempt is told, and the processes behind them."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         self.facts = facts
@@ -58,7 +58,7 @@ class EscapeStage:
             self._victim._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
 
     def daemon_lives(self) -> bool:
-        """Whether a process that an attempt has left behind still runs."""
+        """True while a process that an attempt has left behind runs."""
         mark = self.facts["daemon"].encode()
         for name in filter(str.isdigit, os.listdir("/proc")):
             for file in ("cmdline", "comm"):

@@ -21,8 +21,8 @@ from tidemill.sandbox.escapes import (
 )
 from tidemill.sandbox.escapes.stage import EscapeStage, staged
 from tidemill.sandbox.execution import SandboxedProgram
-from tidemill.sandbox.pool import Sandbox
-from tidemill.sandbox.settings import Level, SandboxSettings
+from tidemill.sandbox.sandbox_pool import Sandbox
+from tidemill.sandbox.sandbox_settings import Level, SandboxSettings
 
 MODULES = (process_escapes, kernel_escapes, network_escapes, file_escapes, resource_escapes)
 HOLDER = "import os; open('of-another-execution', 'w').write({secret!r}); os.write(3, b'x'); os.read(3, 1)"
@@ -41,7 +41,7 @@ class EscapeAttempt:
 
 @dataclass(frozen=True, slots=True)
 class EscapeFinding:
-    """What came of an attempt."""
+    """Result of an attempt."""
 
     attempt: EscapeAttempt
     escaped: bool

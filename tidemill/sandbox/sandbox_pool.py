@@ -12,7 +12,7 @@ from typing import Self
 
 from tidemill.core.errors import ConfigError, SandboxFailed
 from tidemill.sandbox.execution import Execution, SandboxedProgram
-from tidemill.sandbox.settings import LEVELS, SandboxSettings
+from tidemill.sandbox.sandbox_settings import LEVELS, SandboxSettings
 from tidemill.sandbox.supervisor_process import SupervisorProcess
 
 INSTALL = "pip install 'tidemill[sandbox]', or install bubblewrap by the system's packages"
@@ -51,7 +51,9 @@ class Sandbox:
             "isolates nothing"
         )
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._closed = True
         for task in self._starting:
             task.cancel()

@@ -12,6 +12,7 @@ from math import isfinite
 from typing import Literal
 
 from tidemill.core.errors import ConfigError
+from tidemill.sandbox.bridge import address_of
 
 Level = Literal["auto", "bubblewrap", "landlock", "limits"]
 LEVELS = ("bubblewrap", "landlock")  # what "auto" tries, the stronger first
@@ -20,7 +21,7 @@ MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
-    """What a sandboxed program may use. Raises ConfigError for values that cannot be meant."""
+    """Level and limits of a sandbox. Raises ConfigError for values that cannot be meant."""
 
     level: Level = "auto"  # "limits" isolates nothing; "auto" never chooses it
     seconds: float = 10.0  # from the start of a program to its end
@@ -32,7 +33,7 @@ class SandboxSettings:
     output_kb: int = 1024  # of stdout, and of stderr
     at_once: int = 16  # programs that run at a time; others wait
     warm: int = 2  # sandboxes that are started ahead, so that a program begins at once
-    network: str = ""  # "HOST:PORT": the one address that can be reached. Empty: none
+    network: str = ""  # "HOST:PORT": the one address that can be reached, as 127.0.0.1:PORT. Empty: none
     python: str = ""  # interpreter of the programs. Empty: this one, or another that a program's user can reach
     packages: tuple[str, ...] = ()  # folders that Python programs import from
     readable: tuple[str, ...] = ()  # further files and folders that programs can read
@@ -45,6 +46,8 @@ class SandboxSettings:
             number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
             if not number or value < least or (name not in FRACTIONAL and value != int(value)):
                 raise ConfigError(f"sandbox {name} = {value!r}: expected a number of at least {least}")
+        if self.network:
+            address_of(self.network)
         for name in ("packages", "readable"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if missing := [path for path in getattr(self, name) if not os.path.isabs(path) or not os.path.exists(path)]:
