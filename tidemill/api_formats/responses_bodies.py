@@ -145,7 +145,7 @@ class ResponsesBody(Parameters):
         return _messages(self.input)
 
     def chat(self, before: list[dict[str, Any]] | None = None) -> ChatBody:
-        """The same as a body of a chat. before: messages that it goes on from. Raises ApiError."""
+        """An equal body of a chat. before: messages that it goes on from. Raises ApiError."""
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tree: dict[str, Any] = {"model": self.model, "messages": [*instructions, *(before or []), *self.heard]}
         given = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_output_tokens}

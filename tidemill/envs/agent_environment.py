@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import ConfigError
 from tidemill.core.import_object import load_object
-from tidemill.core.interfaces import Chat, Gold
+from tidemill.core.interfaces import Gold
 from tidemill.core.types import InfraError, Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.agent_player import PLAYERS, AgentPlayer, play_task
 from tidemill.envs.environment import gold_of, is_grouped
