@@ -23,6 +23,7 @@ from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import AgentSettings, EnvironmentWorkers
 from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.reward_workers.reward_pool import RewardPool
+from tidemill.gateway import gateway
 
 pytestmark = pytest.mark.runs
 
@@ -193,3 +194,10 @@ def test_tasks_may_come_from_a_file_of_python(tmp_path: Path) -> None:
 def test_a_command_that_cannot_be_used_is_refused(rows: str, given: dict[str, str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         make_environment(settings(rows).model_copy(update=given), RewardPool(workers=0))
+
+
+def test_a_missing_package_is_told_before_a_run(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = gateway.importlib.util.find_spec
+    monkeypatch.setattr(gateway.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    with pytest.raises(ConfigError, match=r"pip install 'tidemill\[serve\]'"):
+        make_environment(settings(rows), RewardPool(workers=0))

@@ -50,7 +50,18 @@ async def client(model: Gateway) -> AsyncIterator[Any]:
 
 
 async def test_a_message_reaches_the_chat(plain: httpx.AsyncClient, chat: RecordingChat) -> None:
-    told = (await plain.post(PATH, json=BODY | {"system": "be brief", "temperature": 0.1, "top_k": 4})).json()
+    told = (
+        await plain.post(
+            PATH,
+            json=BODY
+            | {
+                "system": "be brief",
+                "temperature": 0.1,
+                "thinking": {"type": "adaptive"},
+                "output_config": {"effort": "low"},
+            },
+        )
+    ).json()
     assert chat.asked == [
         {
             "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}],
@@ -166,6 +177,7 @@ async def test_stop_sequences_are_told(plain: httpx.AsyncClient, chat: Recording
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, 400, "invalid_request_error", "tool_use"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "invalid_request_error", "tools[0].type"),
         ({"tool_choice": {"type": "tool", "name": "other"}, "tools": [TOOL]}, 400, "invalid_request_error", "other"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error", "output_config"),
         ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers"),
     ],
 )

@@ -44,7 +44,13 @@ async def client(model: Gateway) -> AsyncIterator[AsyncOpenAI]:
 
 async def test_a_text_and_instructions(client: AsyncOpenAI, chat: RecordingChat) -> None:
     reply = await client.responses.create(
-        model="m", input="hello", instructions="be brief", max_output_tokens=5, temperature=0.1, reasoning={"effort": "low"}
+        model="m",
+        input="hello",
+        instructions="be brief",
+        max_output_tokens=5,
+        temperature=0.1,
+        reasoning={"effort": "low"},
+        text={"verbosity": "low"},
     )
     assert reply.output_text == "to hello" and reply.status == "completed"
     assert chat.asked[0]["messages"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -146,6 +152,8 @@ async def test_a_stream_says_the_same_as_a_reply(client: AsyncOpenAI, chat: Reco
         ({"input": [{"role": "user"}]}, "role and content"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"background": True}, "background"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}}, "response_format"),
+        ({"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, "response_format"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"tool_choice": "required"}, "tools"),
         ({"extra_body": {"temprature": 1}}, "did you mean 'temperature'"),

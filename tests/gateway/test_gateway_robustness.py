@@ -277,7 +277,9 @@ async def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_the_usual_variables_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "example.org")
     async with serve_chat(RecordingChat()) as model:
+        assert model.environment["NO_PROXY"] == "example.org,127.0.0.1,localhost"
         for name, value in model.environment.items():
             monkeypatch.setenv(name, value)
         async with AsyncOpenAI() as client:

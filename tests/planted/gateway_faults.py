@@ -19,8 +19,8 @@ GATEWAY_FAULTS = [
     ),
     Fault(
         "a client that leaves takes its call along",
-        "    await asyncio.wait({work})  # bounded: by the episode, whose end cancels its calls",
-        "    await work",
+        "        own = [leaving] if working is work else [working, leaving]",
+        "        own = [working, leaving]",
         "gateway/test_gateway_robustness.py::test_the_library_itself_tries_again_after_a_lost_connection",
     ),
     Fault(

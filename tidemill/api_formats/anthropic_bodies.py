@@ -132,7 +132,7 @@ class CountBody(Parameters):
         return tree | {"tools": [tool.plain for tool in self.tools], "tool_choice": choice}
 
     def chat(self) -> ChatBody:
-        """The same as a body of a chat. Raises ApiError."""
+        """An equal body of a chat. Raises ApiError."""
         return validated(ChatBody, self._chat())
 
 

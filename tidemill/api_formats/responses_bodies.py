@@ -15,7 +15,6 @@ from tidemill.core.errors import ApiError
 UNCHANGING_IN_RESPONSES: dict[str, list[Any]] = {
     "background": [False],
     "truncation": ["disabled"],
-    "text": [{}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}, {"verbosity": "medium"}],
     "reasoning": [{}, {"effort": "none"}],
     "top_logprobs": [0],
     "conversation": [],
@@ -97,6 +96,20 @@ class ResponsesTool(Parameters):
         return {"type": "function", "function": self.model_dump(include=keys)}
 
 
+class TextOptions(Parameters):
+    """Format of the reply's text: as it comes, or JSON of a schema."""
+
+    format: dict[str, Any] = Field(default={"type": "text"})
+    verbosity: Literal["medium"] = "medium"
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The format as a chat's `response_format`."""
+        about = {key: value for key, value in self.format.items() if key != "type"}
+        kind = self.format.get("type")
+        return {"type": kind} | ({"json_schema": about} if kind == "json_schema" else about)
+
+
 class ResponsesChoice(Parameters):
     type: Literal["function"]
     name: ToolName
@@ -118,6 +131,7 @@ class ResponsesBody(Parameters):
         Literal["none", "auto", "required"] | ResponsesChoice,
         expected("'none', 'auto', 'required', or {'type': 'function', 'name': ...}"),
     ] = "auto"
+    text: TextOptions = Field(default=TextOptions())
     max_output_tokens: int | None = Field(default=None, ge=1)
     previous_response_id: str = ""
     temperature: float | None = None
@@ -145,11 +159,12 @@ class ResponsesBody(Parameters):
         return _messages(self.input)
 
     def chat(self, before: list[dict[str, Any]] | None = None) -> ChatBody:
-        """The same as a body of a chat. before: messages that it goes on from. Raises ApiError."""
+        """An equal body of a chat. before: messages that it goes on from. Raises ApiError."""
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tree: dict[str, Any] = {"model": self.model, "messages": [*instructions, *(before or []), *self.heard]}
         given = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_output_tokens}
         tree |= {key: value for key, value in given.items() if value is not None} | {"stream": self.stream}
+        tree["response_format"] = self.text.plain
         choice: Any = self.tool_choice
         if isinstance(choice, ResponsesChoice):
             choice = {"type": "function", "function": {"name": choice.name}}

@@ -144,7 +144,7 @@ class ResponsesShape:
             "reasoning": {"effort": None, "summary": None},
             "store": asked.store,
             "temperature": asked.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": asked.text.format},
             "tool_choice": asked.tool_choice if isinstance(asked.tool_choice, str) else asked.tool_choice.model_dump(),
             "tools": [{"type": "function", "strict": tool.strict, **tool.plain["function"]} for tool in asked.tools],
             "top_p": asked.top_p,

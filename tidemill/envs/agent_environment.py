@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import ConfigError
 from tidemill.core.import_object import load_object
-from tidemill.core.interfaces import Chat, Gold
+from tidemill.core.interfaces import Gold
 from tidemill.core.types import InfraError, Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.agent_player import PLAYERS, AgentPlayer, play_task
 from tidemill.envs.environment import gold_of, is_grouped
@@ -20,6 +21,7 @@ from tidemill.envs.reward_list import judge_of
 from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.envs.task_files import row_splits
 from tidemill.envs.tasks import check_splits, columns_of
+from tidemill.gateway.gateway import expect_packages
 
 PYTHON = ("python", "python3")  # in a command: the interpreter of this environment
 
@@ -28,7 +30,8 @@ class AgentEnvironment:
     """Environment of kind "agent": a program plays, and scores the attempt itself or leaves that to rewards."""
 
     def __init__(self, settings: AgentSettings, pool: RewardPool) -> None:
-        """Raises ConfigError when the command, the tasks or the rewards cannot be used."""
+        """Raises ConfigError when the command, the tasks or the rewards cannot be used, or a package is missing."""
+        expect_packages()
         self.settings, self.command = settings, command_of(settings.command)
         script = next((word for word in self.command[1:] if not word.startswith("-")), self.command[0])
         self.name = Path(script if self.command[0] == sys.executable else self.command[0]).stem

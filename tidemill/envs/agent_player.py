@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from tidemill.core.interfaces import Chat
+from tidemill.core.chat_interface import Chat
 from tidemill.core.outcomes import clip, outcome_of
 from tidemill.core.types import Outcome, Score, Task, Unscorable
 from tidemill.envs.agent_process import AgentProcess

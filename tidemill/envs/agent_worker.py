@@ -9,7 +9,8 @@ from typing import cast
 
 import msgspec
 
-from tidemill.core.interfaces import Chat, Environment
+from tidemill.core.chat_interface import Chat
+from tidemill.core.interfaces import Environment
 from tidemill.core.types import Outcome, Task
 from tidemill.envs import episode_protocol as wire
 from tidemill.envs.agent_player import PLAYERS, AgentPlayer, play_task

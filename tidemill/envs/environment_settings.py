@@ -203,7 +203,7 @@ class AgentSettings(OneOf):
     command: str = Field(description="Command that plays an episode, run without a shell. python: the present interpreter")
     lifetime: Literal["episode", "run"] = Field(
         default="episode",
-        description="How long a process of the command lives: an episode, or as long as its worker, for many at a time",
+        description="Life of a process of the command: one episode, or all that its worker plays, several at a time",
     )
     limit_s: FiniteFloat = Field(
         default=300.0, gt=0, description="Seconds that the command may take for an episode. A late one is unscorable"

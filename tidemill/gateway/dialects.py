@@ -24,7 +24,8 @@ from tidemill.core.types import Finish
 
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty")
 IMPOSED += ("logit_bias", "min_tokens", "reasoning_effort", "verbosity", "prediction")  # by the recipe: ignored
-IMPOSED += ("thinking", "output_config", "context_management", "reasoning", "text", "truncation", "max_tool_calls")
+IMPOSED += ("thinking", "context_management", "reasoning", "truncation", "max_tool_calls")
+FORMAT = ("text", "output_config")  # of which the format of the reply is no matter of the recipe
 UNKNOWN_HERE = ("logprobs", "top_logprobs", "echo", "return_token_ids", "return_tokens_as_token_ids", "stop_token_ids")
 UNKNOWN_HERE += ("ignore_eos", "skip_special_tokens", "add_special_tokens", "chat_template_kwargs", "add_generation_prompt")
 UNKNOWN_HERE += ("continue_final_message",)  # of tokens and templates, which an agent does not see
@@ -107,6 +108,7 @@ DIALECTS: dict[str, Callable[[bytes, Earlier], ModelCall]] = {
 
 
 def _of_chat(body: ChatBody) -> dict[str, Any]:
+    _expect_plain(body)
     return {
         "conversations": [[message.plain for message in body.messages]],
         "tools": body.offered,
@@ -118,7 +120,17 @@ def _of_chat(body: ChatBody) -> dict[str, Any]:
 
 
 def _without_imposed(raw: bytes) -> dict[str, Any]:
-    return {key: value for key, value in read(raw).items() if key not in IMPOSED}
+    tree = {key: value for key, value in read(raw).items() if key not in IMPOSED}
+    for key in FORMAT:
+        if isinstance(given := tree.get(key), dict):
+            tree[key] = {name: value for name, value in given.items() if name == "format"}
+    return tree
+
+
+def _expect_plain(body: Body) -> None:
+    """Raise ApiError for structured output, which a chat cannot be asked for."""
+    if body.held is not None:
+        raise ApiError(f"{body.held[0]} is not available to an agent: leave it out", param=body.held[0])
 
 
 def _body(kind: type[B], raw: bytes) -> B:
@@ -126,6 +138,7 @@ def _body(kind: type[B], raw: bytes) -> B:
     for key in UNKNOWN_HERE:
         if (field := kind.model_fields.get(key)) is not None and getattr(body, key) != field.get_default():
             raise ApiError(f"{key} is not available to an agent: leave it out", param=key)
+    _expect_plain(body)
     return body
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tidemill.gateway.episode_calls import EpisodeCalls
     from tidemill.gateway.gateway_server import GatewayServer
 
+LOCAL = "127.0.0.1,localhost"  # addresses that are reached without a proxy
 MODEL = "policy"  # the model's name, for clients that need one; any other name is answered as well
 _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, GatewayServer] = WeakKeyDictionary()
 
@@ -62,9 +64,13 @@ class Gateway:
             "ANTHROPIC_API_KEY": self.key,
             "ANTHROPIC_MODEL": self.model,
             "TIDEMILL_MODEL": self.model,
-            "NO_PROXY": "127.0.0.1,localhost",
-            "no_proxy": "127.0.0.1,localhost",
-        }
+        } | {name: ",".join(filter(None, [os.environ.get(name), LOCAL])) for name in ("NO_PROXY", "no_proxy")}
+
+
+def expect_packages() -> None:
+    """Raise ConfigError where a package that a gateway needs is not installed."""
+    if missing := [name for name in ("starlette", "uvicorn", "h11") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"a gateway for agents needs {' and '.join(missing)}: pip install 'tidemill[serve]'")
 
 
 @asynccontextmanager
@@ -75,8 +81,7 @@ async def serve_chat(chat: Chat, *, tokens: int | None = None, deadline_s: float
     At the end, calls under way are cancelled. Raises ConfigError where a package is missing, and the chat's own exception
     that is no fault of the agent, such as an engine's.
     """
-    if missing := [name for name in ("starlette", "uvicorn", "h11") if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"a gateway for agents needs {' and '.join(missing)}: pip install 'tidemill[serve]'")
+    expect_packages()
     from tidemill.gateway.episode_calls import EpisodeCalls
     from tidemill.gateway.gateway_server import GatewayServer
 

@@ -119,7 +119,13 @@ class GatewayServer:
             return Response(status_code=LEFT)
         call = calls.call_of(path, raw, asked, request.headers)
         with calls.waiting_for(call) as work:
-            replies = await while_connected(request.receive, _result(work, calls))
+            try:
+                replies = await while_connected(request.receive, work)  # which goes on when this client leaves
+            except asyncio.CancelledError:
+                if not work.cancelled():
+                    raise
+                why = calls.over or "the call was given up, because its client had left"
+                raise ApiError(why, status=410, code="episode_over") from None
         if replies is None:
             return Response(status_code=LEFT)
         shape = asked.shape(self.model, call.id, call.created)
@@ -127,14 +133,6 @@ class GatewayServer:
         if asked.stream:
             return EventStream(path, _events(shape, pieces, usage, asked.include_usage))
         return reply(shape.reply(pieces, usage))
-
-
-async def _result(work: asyncio.Task[list[Reply]], calls: EpisodeCalls) -> list[Reply]:
-    """The replies of a call, which goes on when this client leaves. Raises ApiError for one that was cancelled."""
-    await asyncio.wait({work})  # bounded: by the episode, whose end cancels its calls
-    if work.cancelled():
-        raise ApiError(calls.over or "the call was given up, because its client had left", status=410, code="episode_over")
-    return work.result()
 
 
 async def _events(

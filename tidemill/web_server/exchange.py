@@ -59,20 +59,22 @@ class EventStream(Response):
         return name + b"data: " + encoded(event) + b"\n\n"
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None, with the work cancelled, if the client leaves first.
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T | None:
+    """The result of `work`; None if the client leaves first. A coroutine is cancelled then, and a task goes on.
 
     Call it after the body has been read.
     """
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    working = work if isinstance(work, asyncio.Task) else asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(receive))
     try:
         # bounded: by the tokens asked for; an engine that fails fails its requests
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        for task in (working, leaving):
+        own = [leaving] if working is work else [working, leaving]
+        for task in own:
             task.cancel()
-        await asyncio.wait((working, leaving))  # bounded: both are cancelled
+        await asyncio.wait(own)  # bounded: they are cancelled
 
 
 async def _left(receive: Receive) -> None:

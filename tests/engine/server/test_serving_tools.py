@@ -143,7 +143,17 @@ def test_responses(hermes: Running, says: dict[str, Any]) -> None:
             pass
         streamed = stream.get_final_response()
     assert [item.type for item in streamed.output] == ["reasoning", "message", "function_call"]
-    for given in ({"previous_response_id": "resp_1"}, {"reasoning": {"effort": "high"}}, {"tool_choice": "required"}):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    held = {"text": {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}, "tools": []}
+    again = hermes.client.responses.create(**asked | held)
+    assert says["asked"][-1].constraint is not None and again.text is not None
+    assert again.text.model_dump(by_alias=True)["format"]["schema"] == schema
+    for given in (
+        {"previous_response_id": "resp_1"},
+        {"text": {"verbosity": "low"}},
+        {"reasoning": {"effort": "high"}},
+        {"tool_choice": "required"},
+    ):
         with pytest.raises(openai.BadRequestError, match=next(iter(given))):
             hermes.client.responses.create(**asked | given)
 

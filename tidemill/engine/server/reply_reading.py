@@ -20,7 +20,7 @@ END = 16  # tokens at the end of a prompt that show whether it opens the model's
 
 @dataclass(frozen=True, slots=True)
 class ReplyReading:
-    """How a chat's reply is to be read, which is not before its end."""
+    """A way to read the reply of a chat, which is not before its end."""
 
     tokenizer: Tokenizer
     tools: Sequence[Mapping[str, Any]]
