@@ -1,6 +1,7 @@
-"""A calculator as tools. "12*34+56=" needs two calls, and a model of this size cannot do it in its head.
+"""A calculator as two tools. The model is too small to multiply in its head, and learns to ask and to repeat the result.
 
-    12*34+56=   ->  multiply(12, 34)    408    ->  add(408, 56)    464    ->  464
+    12*34=   ->  multiply(12, 34)    408    ->  408
+    56+78=   ->  add(56, 78)         134    ->  134
 
 A call is a whole reply, and its result is the next message. The warm-up learns from a demonstration of each task until some
 tasks are solved; after that it is the score alone.
@@ -9,9 +10,9 @@ tasks are solved; after that it is the score alone.
 from __future__ import annotations
 
 import random
+from itertools import product
 
 from tidemill import Chat, Score, Task, ToolSet, environment, tool
-from tidemill.tools.work_loop import work
 
 
 @tool
@@ -37,33 +38,30 @@ def multiply(a: int, b: int) -> int:
 
 
 TOOLS = ToolSet([add, multiply])
-SIZES = {"train": 20_000, "eval": 1_000}
 
 
 def tasks(split: str) -> list[Task]:
-    draw, found = random.Random(split), dict[str, Task]()
-    while len(found) < SIZES[split]:
-        a, b, c = (draw.randrange(10, 100) for _ in range(3))
-        if ((a + b) % 10 == 0) is (split == "train"):  # factors that are multiplied in one split are not in the other
-            continue
-        product, answer = a * b, str(a * b + c)
-        shown = [
-            {"role": "assistant", "content": f"multiply({a}, {b})"},
-            {"role": "tool", "content": str(product)},
-            {"role": "assistant", "content": f"add({product}, {c})"},
-            {"role": "tool", "content": answer},
-            {"role": "assistant", "content": answer},
-        ]
-        name = f"{a}*{b}+{c}="
-        found[name] = Task(name, name, {"answer": answer, "demonstration": shown})
-    return list(found.values())
+    """Pairs of numbers; those of the held-out tasks are in no training task."""
+    found = []
+    for a, b in product(range(10, 100), repeat=2):
+        if ((a + b) % 10 == 0) is (split == "eval"):
+            for sign, name, result in (("*", "multiply", a * b), ("+", "add", a + b)):
+                replies = ["assistant", f"{name}({a}, {b})"], ["tool", str(result)], ["assistant", str(result)]
+                shown = [{"role": role, "content": content} for role, content in replies]
+                found.append(Task(f"{a}{sign}{b}=", f"{a}{sign}{b}=", {"answer": str(result), "demonstration": shown}))
+    random.Random(split).shuffle(found)
+    return found
 
 
-@environment(tasks=tasks)
+def gold(demonstration: list[dict[str, str]]) -> list[str]:
+    """The replies that a task's demonstration consists of."""
+    return [each["content"] for each in demonstration if each["role"] == "assistant"]
+
+
+@environment(tasks=tasks, gold=gold)
 async def calculator(task: Task, chat: Chat) -> Score:
-    """A third for each needed call in its place, and all for the answer."""
-    done = await work(chat, task.prompt, TOOLS, max_turns=4, max_tokens=24)
-    needed = [each["content"] for each in task.data["demonstration"] if each["role"] == "tool"]
-    right = sum(own.content == result for own, result in zip(done.results, needed, strict=False))
+    """Half for the right call, all for the right answer."""
+    done = await chat.work(task.prompt, TOOLS, max_turns=3, max_tokens=20)
+    called = any(each.content == task.data["answer"] for each in done.results)
     answered = done.ended == "answer" and done.text == task.data["answer"]
-    return Score(1.0 if answered else right / 3, {"calls": len(done.results), "answered": answered})
+    return Score(1.0 if answered else 0.5 * called, {"called": called, "answered": answered})

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tidemill.envs.environment import environment
     from tidemill.envs.trl_environment import trl_environment
     from tidemill.run.api import Run, train
-    from tidemill.tools.function_tool import tool
+    from tidemill.tools.function_tool import ToolError, tool
     from tidemill.tools.mcp_server import McpServer
     from tidemill.tools.tool_set import ToolSet
 
@@ -25,6 +25,7 @@ __all__ = [
     "Run",
     "Score",
     "Task",
+    "ToolError",
     "ToolSet",
     "ToolUnavailable",
     "Unscorable",
@@ -40,6 +41,7 @@ _HOMES = {
     "environment": "envs.environment",
     "trl_environment": "envs.trl_environment",
     "tool": "tools.function_tool",
+    "ToolError": "tools.function_tool",
     "McpServer": "tools.mcp_server",
     "ToolSet": "tools.tool_set",
     "ToolUnavailable": "core.errors",

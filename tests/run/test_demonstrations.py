@@ -33,26 +33,26 @@ async def test_a_demonstration_is_what_an_episode_would_record() -> None:
         assert learnt.sum() == sum(len(each) + 1 for each in said)  # each with its end token
 
 
-def test_the_splits_of_the_recipe_multiply_other_factors() -> None:
+def test_no_pair_of_numbers_is_in_both_splits_of_the_recipe() -> None:
     env = load_object(f"{RECIPE}:calculator")
-    factors = {split: {task.prompt.partition("+")[0] for task in env.tasks(split)} for split in ("train", "eval")}
-    assert not factors["train"] & factors["eval"] and len(factors["eval"]) > 300
+    pairs = {split: {task.prompt.replace("*", "+") for task in env.tasks(split)} for split in ("train", "eval")}
+    assert not pairs["train"] & pairs["eval"] and len(pairs["eval"]) > 300
 
 
-async def test_the_recipe_scores_each_step() -> None:
+async def test_the_recipe_scores_calls_and_answers() -> None:
     env, tokenizer = load_object(f"{RECIPE}:calculator"), character_tokenizer(ALPHABET, lowercase=True)
     task = env.tasks("train")[0]
-    first, second, answer = (each["content"] for each in task.data["demonstration"] if each["role"] == "assistant")
+    first, answer = (each["content"] for each in task.data["demonstration"] if each["role"] == "assistant")
     for said, score in (
-        ([first, second, answer], 1.0),
-        ([first, second, "0"], 2 / 3),
-        ([first, answer], 1.0),  # of a model that adds in its head
-        ([first, "add(1, 1)", "2"], 1 / 3),
-        (["add(1, 1)", first, second, answer], 1.0),
-        (["add(1, 1)", first, second, "0"], 0.0),  # a call is right in its place
+        ([first, answer], 1.0),
+        ([first, "0"], 0.5),
+        ([answer], 1.0),  # of a model that reckons in its head
+        (["add(1, 1)", "2"], 0.0),
+        (["add(1, 1)", first, answer], 1.0),
+        (["add(1, 1)", "add(1, 1)", first], 0.0),  # the calls of the last reply do not run
         ([answer + "1"], 0.0),
         (["multiply(1", "sorry"], 0.0),
-        ([first] * 4, 1 / 3),
+        ([first] * 3, 0.5),
     ):
         engine, params = ScriptedEngine(says(tokenizer, *said)), SamplingParams(stop_ids=(tokenizer.eos_token_id,))
         chat = EpisodeChat(engine, tokenizer, params, context=512, key="k", seeds=rollout_seeds(0, 0, 0))
