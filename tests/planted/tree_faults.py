@@ -19,7 +19,7 @@ TREE_FAULTS = [
     ),
     Fault(
         "every conversation begins anew",
-        "                if len(left) > count and left[:count] == each.heard and _is(left[count], each.text):",
+        "                if met and is_reply(left[count], each.text, each.message):",
         "                if False:",
         "envs/test_attempt_trees.py",
     ),

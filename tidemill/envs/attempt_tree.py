@@ -140,7 +140,8 @@ class AttemptTree:
                 best, rest = node, left
             for each in first if node is None else node.after:
                 count = len(each.heard)
-                if len(left) > count and left[:count] == each.heard and is_reply(left[count], each.text, each.message):
+                met = len(left) > count and left[:count] == each.heard
+                if met and is_reply(left[count], each.text, each.message):
                     open_ones.append((each, left[count + 1 :]))
         if not rest:
             raise ValueError("the conversation ends with the policy's own reply: add the message that it is to answer")

@@ -228,9 +228,7 @@ class EpisodeChat(AgentChat):
             return ValueError(too_long(length, self._context, "the prompt", at_least=at_least))
         return ContextFull(Finish.CONTEXT, too_long(length, self._context, "the conversation", at_least=at_least))
 
-    async def _sampled_at(
-        self, request: ReplyRequest, held: Constraint | None, max_tokens: int | None, last: bool
-    ) -> Reply:
+    async def _sampled_at(self, request: ReplyRequest, held: Constraint | None, max_tokens: int | None, last: bool) -> Reply:
         """Sample and record the reply to an encoded request."""
         limit = min(max_tokens or self._params.max_tokens, self._context)  # `max_tokens` may be any large number
         turn, self._begun = self._begun, self._begun + 1

@@ -13,6 +13,7 @@ import select
 import signal
 import struct
 import time
+from functools import partial
 from contextlib import suppress
 
 from tidemill.sandbox.program_start import LIBC, become
@@ -35,18 +36,18 @@ def main(settings) -> None:
     LIBC.prctl(DUMPABLE, 0, 0, 0, 0)  # programs of the same user can then not look into this process
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
     write({"ready": True})
-    number, address = 0, None
+    number, forward = 0, None
     if settings["port"]:
         from tidemill.sandbox.forwarder import forked, listening  # it is there if there is an address
 
-        address = listening(settings["port"])
+        forward = partial(forked, listening(settings["port"]))
     try:
         while True:
             header, blobs = read()
             number += 1
             files = dict(zip(header["files"], blobs[1:], strict=True))
-            if address is not None:
-                forked(address)
+            if forward is not None:
+                forward()
             write(*run(settings, header, files, blobs[0], number))
             warm_up()
     except Ended:

@@ -196,9 +196,9 @@ def _sample_block(logits: Tensor, ask: RowParams, rows: np.ndarray, into: Sample
 def _take(ask: RowParams, rows: np.ndarray) -> RowParams:
     values = {field.name: getattr(ask, field.name) for field in fields(ask)}
     by_row = {name: value for name, value in values.items() if isinstance(value, dict)}
-    arrays = {name: value[rows] for name, value in values.items() if name not in by_row}
-    own = {name: {i: of[row] for i, row in enumerate(rows.tolist()) if row in of} for name, of in by_row.items()}
-    return RowParams(**arrays, **own)
+    made: dict[str, Any] = {name: value[rows] for name, value in values.items() if name not in by_row}
+    made |= {name: {i: of[row] for i, row in enumerate(rows.tolist()) if row in of} for name, of in by_row.items()}
+    return RowParams(**made)
 
 
 def _merge(into: Sampled, part: Sampled, picked: np.ndarray, rows: np.ndarray) -> None:
