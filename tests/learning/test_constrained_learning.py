@@ -25,9 +25,7 @@ SCHEMA = {
 }
 
 
-@tidemill.environment(
-    tasks=lambda split: [{"prompt": f"{c}{x}"} for c in DIGITS for x in ("=" if split == "train" else ":")]
-)
+@tidemill.environment(tasks=lambda split: [{"prompt": c + ("=" if split == "train" else ":")} for c in DIGITS])
 async def repeat_as_json(task: tidemill.Task, chat: tidemill.Chat) -> tidemill.Score:
     """Say the digit as JSON: nothing else than valid JSON arrives here."""
     value = json.loads(await chat.reply(task.prompt))

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 from faults import FAULTS, Fault
 from gateway_faults import GATEWAY_FAULTS
+from grammar_faults import GRAMMAR_FAULTS
 from policy_faults import POLICY_FAULTS
 from sandbox_faults import SANDBOX_FAULTS
 from several_policies_faults import SEVERAL_POLICIES_FAULTS
@@ -36,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EVERY = [
     *GATEWAY_FAULTS,
     *FAULTS,
+    *GRAMMAR_FAULTS,
     *POLICY_FAULTS,
     *SANDBOX_FAULTS,
     *SEVERAL_POLICIES_FAULTS,

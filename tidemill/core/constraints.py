@@ -18,7 +18,7 @@ _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")  # characters of a pattern that do 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The form that a reply must have. It is followed token by token, so a reply that ends by itself has it."""
+    """Constraint on a reply, which is followed token by token: a reply that ends by itself always meets it."""
 
     kind: Kind
     text: str = ""  # the schema as JSON, or the pattern

@@ -16,9 +16,19 @@ T = TypeVar("T")
 _LESS = 5  # steps of "nice": beside one that has all of its own, a thread gets a quarter of a core
 
 
-def background(name: str) -> ThreadPoolExecutor:
-    """A pool of one thread with a lower priority than this process's others, which only Linux can give it."""
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_stand_back)
+def background(name: str, stack: int = 0) -> ThreadPoolExecutor:
+    """A pool of one thread with a lower priority than this process's others, which only Linux can give it.
+
+    stack: bytes of its stack, for work that recurses as deep as its input; 0 is the system's usual size.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_stand_back)
+    if stack:
+        before = threading.stack_size(stack)
+        try:
+            pool.submit(int)  # so that the thread begins now, with that stack
+        finally:
+            threading.stack_size(before)
+    return pool
 
 
 def _stand_back() -> None:
@@ -46,38 +56,3 @@ async def in_thread(
             stop.set()
         await asyncio.wait({working})  # bounded: it reads or writes this machine's memory or files
         raise
-
-
-async def in_deep_thread(work: Callable[[], T], stack: int) -> T:
-    """Run `work` in a thread of its own, of lower priority and with a stack of so many bytes, and return its result.
-
-    For code that recurses as deep as its input. A cancellation leaves the thread to itself: `work` has to end by itself, and
-    may not use what its caller gives back. What it raises is raised here, whatever it is.
-    """
-    loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def deliver(value: T | None, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
-
-    def run() -> None:
-        value, raised = None, None
-        try:
-            _stand_back()
-            value = work()
-        except BaseException as error:  # the panics of extensions are not Exceptions
-            raised = error
-        with suppress(RuntimeError):  # the loop was closed: nobody waits
-            loop.call_soon_threadsafe(deliver, value, raised)
-
-    thread = threading.Thread(target=run, name="deep", daemon=True)
-    before = threading.stack_size(stack)
-    try:
-        thread.start()
-    finally:
-        threading.stack_size(before)
-    return await result  # bounded: by the caller's deadline

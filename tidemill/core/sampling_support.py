@@ -108,7 +108,7 @@ class SupportRecord:
         self._sets.append(number)
 
     def support(self) -> Support:
-        """The support that was recorded."""
+        """The support of the positions so far."""
         offsets = np.zeros(len(self._lists) + 1, np.int32)
         np.cumsum([len(each) for each in self._lists], out=offsets[1:])
         ids = np.concatenate(self._lists).astype(np.int32, copy=False) if self._lists else _NONE

@@ -220,8 +220,9 @@ async def test_every_path_samples_the_same(path: str, monkeypatch: pytest.Monkey
     if path == "few pages":
         assert stats.preemptions > 0
     if path == "speculation":
-        again = await replies(engine, requests_of_all_kinds()[:3])
-        assert all(same(a, b) for a, b in zip(again, expected, strict=False))
+        for request, before in zip(requests_of_all_kinds(), expected, strict=True):  # one at a time: all may be drafted
+            assert same(await engine.generate(request), before)
+        assert (await engine.stats()).accepted_tokens > 0
     await engine.close()
 
 
@@ -333,7 +334,7 @@ async def test_one_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatc
     compiling, engine = Compiling(monkeypatch), make_engine()
     monkeypatch.setattr(grammars, "COMPILE_S", 0.01)
     compiling.go.clear()
-    with pytest.raises(ValueError, match="took more than 0 s to compile"):
+    with pytest.raises(ValueError, match="was not compiled within 0 s"):
         await engine.generate(asked(choice(WORDS)))
     compiling.go.set()
     monkeypatch.setattr(grammars, "COMPILE_S", 60.0)

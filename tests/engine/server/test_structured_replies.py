@@ -132,7 +132,7 @@ async def test_replies_with_and_without_a_schema_run_side_by_side(chats: Running
     assert [together[::2], together[1::2]] == alone
 
 
-NESTED = {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(5000)}}
+NESTED = {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(1200)}}
 
 
 @pytest.mark.parametrize(

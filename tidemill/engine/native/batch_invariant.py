@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ BLOCK = 32  # rows: a multiple of the widest unrolled vector loop, whose remaind
 TILE = 64  # keys of a tile, at least
 PROMPT = -(-2 * TILE // BLOCK) * BLOCK  # tokens of the check: more than one tile, whole blocks
 ALIGN = 16  # floats of a cache line: operands of a batch of products begin at one, or they would round differently
+T = TypeVar("T")
 LOWEST = -1e30  # start of a running maximum: below every score, and finite, so that LOWEST - LOWEST is 0
 
 
@@ -194,11 +195,12 @@ def _sample_block(logits: Tensor, ask: RowParams, rows: np.ndarray, into: Sample
 
 
 def _take(ask: RowParams, rows: np.ndarray) -> RowParams:
-    values = {field.name: getattr(ask, field.name) for field in fields(ask)}
-    by_row = {name: value for name, value in values.items() if isinstance(value, dict)}
-    made: dict[str, Any] = {name: value[rows] for name, value in values.items() if name not in by_row}
-    made |= {name: {i: of[row] for i, row in enumerate(rows.tolist()) if row in of} for name, of in by_row.items()}
-    return RowParams(**made)
+    def own(of: dict[int, T]) -> dict[int, T]:
+        return {i: of[row] for i, row in enumerate(rows.tolist()) if row in of}
+
+    by_row = ("adjustments", "masks")
+    arrays = {field.name: getattr(ask, field.name)[rows] for field in fields(ask) if field.name not in by_row}
+    return RowParams(**arrays, adjustments=own(ask.adjustments), masks=own(ask.masks))
 
 
 def _merge(into: Sampled, part: Sampled, picked: np.ndarray, rows: np.ndarray) -> None:

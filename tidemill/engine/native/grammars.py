@@ -19,6 +19,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,11 +27,11 @@ import numpy as np
 
 from tidemill.core.constraints import Constraint
 from tidemill.core.errors import CodecError, ConfigError
-from tidemill.core.executors import in_deep_thread
+from tidemill.core.executors import background
 from tidemill.core.serialization import parse_json
 
 KEPT = 64  # compiled grammars
-COMPILE_S = 60.0  # to compile one, and for the first one to read the vocabulary; its work is limited besides
+COMPILE_S = 60.0  # for one and those before it, and once to read the vocabulary; its work is limited besides
 PARTS = 4000  # objects and lists of a schema: its compiler takes 4 s for so many, and four times as long for twice as many
 DEPTH = 4000  # levels that the compiler may recurse: it takes about 10 KB for each, and overflows end the process
 STACK = 256 << 20  # bytes of its thread's stack, which are taken as they are used
@@ -58,8 +59,8 @@ class Grammars:
         self._tokenizer: Any = None  # llguidance's, of `_vocab` ids and the end
         self._vocab = 0
         self._done: OrderedDict[str, Grammar] = OrderedDict()  # by digest, those used last at the end
-        self._under_way: dict[str, asyncio.Task[Grammar]] = {}
-        self._one = asyncio.Lock()
+        self._under_way: dict[str, asyncio.Future[Grammar]] = {}
+        self._pool: ThreadPoolExecutor | None = None
 
     @property
     def available(self) -> bool:
@@ -69,16 +70,28 @@ class Grammars:
         """Compile a constraint, unless it is known. Raises ValueError for one that replies cannot be held to."""
         if constraint is None or self._known(constraint) is not None:
             return
+        if self._spelling is None:
+            raise ValueError(f"engine {self._engine} has no vocabulary to hold a reply to a grammar: leave out `constraint`")
+        if not self.available:
+            raise ConfigError("replies are held to a grammar by llguidance: pip install 'tidemill[structured]'")
         key = constraint.digest
-        if (task := self._under_way.get(key)) is None:
-            task = self._under_way[key] = asyncio.ensure_future(self._compile(constraint))
-            task.add_done_callback(lambda done: (self._under_way.pop(key), done.cancelled() or done.exception()))
-        await asyncio.shield(task)  # bounded: by COMPILE_S for each that is compiled before
+        if (future := self._under_way.get(key)) is None:
+            self._pool = self._pool or background("grammars", STACK)
+            future = asyncio.get_running_loop().run_in_executor(self._pool, self._built, constraint)
+            self._under_way[key] = future
+            future.add_done_callback(lambda _: self._under_way.pop(key))
+        try:
+            self._done[key] = await asyncio.wait_for(asyncio.shield(future), COMPILE_S)
+        except TimeoutError:
+            said = f"the {constraint.name} was not compiled within {COMPILE_S:.0f} s: give a smaller one, or try again"
+            raise ValueError(said) from None
+        while len(self._done) > KEPT:
+            self._done.popitem(last=False)
 
     def close(self) -> None:
-        """Give up what is being compiled."""
-        for task in [*self._under_way.values()]:
-            task.cancel()
+        """Give up what waits to be compiled."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, constraint: Constraint | None, stops: Sequence[int]) -> HeldReply | None:
         """A reply that is held to a compiled constraint; None for None. stops: the ids that end it."""
@@ -92,24 +105,6 @@ class Grammars:
         if (known := self._done.get(constraint.digest)) is not None:
             self._done.move_to_end(constraint.digest)
         return known
-
-    async def _compile(self, constraint: Constraint) -> Grammar:
-        if self._spelling is None:
-            raise ValueError(f"engine {self._engine} has no vocabulary to hold a reply to a grammar: leave out `constraint`")
-        if not self.available:
-            raise ConfigError("replies are held to a grammar by llguidance: pip install 'tidemill[structured]'")
-        async with self._one:  # bounded: by COMPILE_S for each before
-            try:
-                work = in_deep_thread(lambda: self._built(constraint), STACK)
-                grammar = await asyncio.wait_for(work, COMPILE_S)
-            except TimeoutError:
-                raise ValueError(
-                    f"the {constraint.name} took more than {COMPILE_S:.0f} s to compile: give a smaller one"
-                ) from None
-        self._done[constraint.digest] = grammar
-        if len(self._done) > KEPT:
-            self._done.popitem(last=False)
-        return grammar
 
     def _built(self, constraint: Constraint) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits

@@ -47,7 +47,7 @@ class Speculation:
         return not ahead or self._wait < 0
 
     def propose(self, scheduler: Scheduler, rows: Slots) -> dict[int, np.ndarray]:
-        """Drafts by slot. All sampled tokens must be known."""
+        """Drafts by slot. All sampled tokens must be known. A grammar knows what follows no sooner, so it gets none."""
         self._matched = {}
         found: dict[int, np.ndarray] = {}
         left = self._most - len(scheduler.running)
@@ -55,9 +55,7 @@ class Speculation:
             length = int(scheduler.length[slot])
             share = -(-left // (len(scheduler.running) - number))
             most = min(share, self._settings.num_speculative_tokens, int(rows.limit[slot]) - length - 1)
-            if (
-                most < 1 or length - scheduler.computed[slot] != 1 or rows.held[slot]
-            ):  # what follows in them is known only here
+            if most < 1 or length - scheduler.computed[slot] != 1 or rows.held[slot]:
                 continue
             others = self._others(scheduler, rows, slot) if self._replies is not None else []
             draft, matched = continuation(others, scheduler.tokens[slot, :length], most)
