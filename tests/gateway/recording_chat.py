@@ -47,15 +47,23 @@ class RecordingChat:
     def __init__(self, answer: Callable[[list[Mapping[str, Any]]], Reply | Exception] | None = None) -> None:
         self.answer = answer or (lambda messages: said(f"to {messages[-1]['content']}"))
         self.asked: list[dict[str, Any]] = []
+        self.schemas: list[Any] = []
         self.cancelled = 0
         self.under_way = self.most = 0
         self.gate: asyncio.Event | None = None
         self.came = asyncio.Condition()  # bounded: in tests
 
     async def complete(
-        self, messages: Any, *, tools: Sequence[Any] = (), max_tokens: int | None = None, last: bool = False
+        self,
+        messages: Any,
+        *,
+        tools: Sequence[Any] = (),
+        schema: Any = None,
+        max_tokens: int | None = None,
+        last: bool = False,
     ) -> Reply:
         self.asked.append({"messages": list(messages), "tools": list(tools), "max_tokens": max_tokens})
+        self.schemas.append(schema)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         async with self.came:

@@ -178,7 +178,7 @@ async def test_the_agent_reads_why_there_is_no_reply(
         ({"logprobs": True}, "logprobs is not available to an agent"),
         ({"extra_body": {"return_token_ids": True}}, "return_token_ids is not available"),
         ({"extra_body": {"temprature": 1}}, "did you mean 'temperature'"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": [TOOL]}, "'other'"),
         ({"tool_choice": "required"}, "without tools"),

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from gateway.recording_chat import RecordingChat, calling, said
 
+from tidemill.core.constraints import json_schema
 from tidemill.core.errors import ContextFull, EpisodeOver
 from tidemill.core.reply import Reply
 from tidemill.core.types import Finish
@@ -162,6 +163,13 @@ async def test_the_events_of_a_stream_make_up_the_message(
     assert message | {"id": ""} == whole | {"id": ""}
 
 
+async def test_a_schema_holds_the_reply(plain: httpx.AsyncClient, chat: RecordingChat) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    held = {"output_config": {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}}
+    assert (await plain.post(PATH, json=BODY | held)).status_code == 200
+    assert chat.schemas == [json_schema(schema)]
+
+
 async def test_stop_sequences_are_told(plain: httpx.AsyncClient, chat: RecordingChat) -> None:
     chat.answer = lambda messages: said("a END b")
     told = (await plain.post(PATH, json=BODY | {"stop_sequences": [" END", "b"]})).json()
@@ -177,7 +185,7 @@ async def test_stop_sequences_are_told(plain: httpx.AsyncClient, chat: Recording
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, 400, "invalid_request_error", "tool_use"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "invalid_request_error", "tools[0].type"),
         ({"tool_choice": {"type": "tool", "name": "other"}, "tools": [TOOL]}, 400, "invalid_request_error", "other"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error", "output_config"),
+        ({"output_config": {"format": {"type": "xml"}}}, 400, "invalid_request_error", "output_config.format.type"),
         ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from gateway.recording_chat import RecordingChat, calling, said
 from openai import AsyncOpenAI
 
+from tidemill.core.constraints import JSON_OBJECT, json_schema, regex
 from tidemill.core.types import Finish
 from tidemill.gateway import stored_responses
 from tidemill.gateway.gateway import Gateway, serve_chat
@@ -143,6 +144,19 @@ async def test_a_stream_says_the_same_as_a_reply(client: AsyncOpenAI, chat: Reco
     assert arguments == [call["function"]["arguments"] for call in answer.message.get("tool_calls", [])]
 
 
+async def test_a_schema_holds_the_reply(client: AsyncOpenAI, chat: RecordingChat) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    held = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
+    reply = await client.responses.create(model="m", input="a", text=held)
+    assert chat.schemas == [json_schema(schema)] and reply.text is not None
+    await client.responses.create(model="m", input="a", text={"format": {"type": "json_object"}, "verbosity": "low"})
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    hello: Any = [{"role": "user", "content": "a"}]
+    await client.chat.completions.create(model="m", messages=hello, response_format=form)  # type: ignore[arg-type]
+    await client.completions.create(model="m", prompt="a", extra_body={"guided_regex": "a+"})
+    assert chat.schemas[1:] == [JSON_OBJECT, json_schema(schema), regex("a+")]
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -152,8 +166,7 @@ async def test_a_stream_says_the_same_as_a_reply(client: AsyncOpenAI, chat: Reco
         ({"input": [{"role": "user"}]}, "role and content"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}}, "response_format"),
-        ({"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, "response_format"),
+        ({"text": {"format": {"type": "xml"}, "verbosity": "low"}}, "response_format"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"tool_choice": "required"}, "tools"),
         ({"extra_body": {"temprature": 1}}, "did you mean 'temperature'"),

@@ -18,7 +18,6 @@ IGNORED_BY_MESSAGES = ("metadata", "service_tier", "inference_geo", "cache_contr
 UNCHANGING_IN_MESSAGES: dict[str, list[Any]] = {
     "thinking": [{"type": "disabled"}],
     "mcp_servers": [[]],
-    "output_config": [{}],
     "context_management": [{}, {"edits": []}],
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -103,6 +102,17 @@ class AnthropicChoice(Parameters):
         return {"type": "function", "function": {"name": self.name}} if self.type == "tool" else CHOICES[self.type]
 
 
+class OutputFormat(Parameters):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Parameters):
+    """Format of the reply's text. Efforts are refused."""
+
+    format: OutputFormat | None = None
+
+
 class CountBody(Parameters):
     """Body of `/v1/messages/count_tokens`."""
 
@@ -111,6 +121,7 @@ class CountBody(Parameters):
     system: Annotated[str | list[ContentBlock], expected("a text, or a list of blocks of type 'text'")] = ""
     tools: list[AnthropicTool] = Field(default=[], fail_fast=True)
     tool_choice: AnthropicChoice | None = None
+    output_config: OutputConfig = Field(default=OutputConfig())
 
     @model_validator(mode="before")
     @classmethod
@@ -128,6 +139,8 @@ class CountBody(Parameters):
         messages = [{"role": "system", "content": system}] if system else []
         tree: dict[str, Any] = {"model": self.model, "messages": messages}
         messages += [each for message in self.messages for each in message.plain()]
+        if (held := self.output_config.format) is not None:
+            tree["response_format"] = {"type": "json_schema", "json_schema": {"schema": held.schema_}}
         choice = "auto" if self.tool_choice is None else self.tool_choice.plain
         return tree | {"tools": [tool.plain for tool in self.tools], "tool_choice": choice}
 

@@ -18,6 +18,7 @@ from tidemill.api_formats.replies import ChatShape, CompletionShape, StreamShape
 from tidemill.api_formats.requests import Body, ChatBody, CompletionBody
 from tidemill.api_formats.responses_bodies import ResponsesBody
 from tidemill.api_formats.responses_replies import ResponsesShape
+from tidemill.core.constraints import Constraint
 from tidemill.core.errors import ApiError
 from tidemill.core.reply import Reply
 from tidemill.core.types import Finish
@@ -43,6 +44,7 @@ class ModelCall:
     conversations: list[Messages]  # each gets `n` replies
     shape: Callable[[str, str, int], StreamShape]  # from the model's name, the reply's id and its time
     tools: Sequence[Mapping[str, Any]] = ()
+    schema: Constraint | None = None  # that holds the replies
     limit: int | None = None  # tokens of a reply
     stops: tuple[str, ...] = ()
     n: int = 1
@@ -70,6 +72,7 @@ def read_completion(raw: bytes, earlier: Earlier) -> ModelCall:
     return ModelCall(
         conversations=[[{"role": "user", "content": prompt}] for prompt in body.prompt],
         shape=lambda model, name, created: CompletionShape(model, id=name, created=created),
+        schema=_schema(body),
         limit=body.max_tokens,
         stops=tuple(body.stop),
         n=body.n,
@@ -108,15 +111,19 @@ DIALECTS: dict[str, Callable[[bytes, Earlier], ModelCall]] = {
 
 
 def _of_chat(body: ChatBody) -> dict[str, Any]:
-    _expect_plain(body)
     return {
         "conversations": [[message.plain for message in body.messages]],
         "tools": body.offered,
+        "schema": _schema(body),
         "limit": body.limit,
         "stops": tuple(body.stop),
         "n": body.n,
         "stream": body.stream,
     }
+
+
+def _schema(body: Body) -> Constraint | None:
+    return None if body.held is None else body.held[1]
 
 
 def _without_imposed(raw: bytes) -> dict[str, Any]:
@@ -127,18 +134,11 @@ def _without_imposed(raw: bytes) -> dict[str, Any]:
     return tree
 
 
-def _expect_plain(body: Body) -> None:
-    """Raise ApiError for structured output, which a chat cannot be asked for."""
-    if body.held is not None:
-        raise ApiError(f"{body.held[0]} is not available to an agent: leave it out", param=body.held[0])
-
-
 def _body(kind: type[B], raw: bytes) -> B:
     body = validated(kind, _without_imposed(raw))
     for key in UNKNOWN_HERE:
         if (field := kind.model_fields.get(key)) is not None and getattr(body, key) != field.get_default():
             raise ApiError(f"{key} is not available to an agent: leave it out", param=key)
-    _expect_plain(body)
     return body
 
 

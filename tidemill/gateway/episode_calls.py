@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import ApiError, ContextFull, EpisodeOver
@@ -160,7 +161,8 @@ class EpisodeCalls:
             raise ApiError(f"{AT_ONCE} replies were under way for {TURN_S:g} s, and none ended", status=503) from None
         try:
             self._expect_open()
-            reply = await self._chat.complete(messages, tools=asked.tools, max_tokens=asked.limit)
+            given: dict[str, Any] = {"tools": asked.tools, "schema": asked.schema, "max_tokens": asked.limit}
+            reply = await self._chat.complete(messages, **given)
         finally:
             self._turns.release()
         self.counts["tokens"] += reply.tokens

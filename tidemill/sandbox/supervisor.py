@@ -13,8 +13,8 @@ import select
 import signal
 import struct
 import time
-from functools import partial
 from contextlib import suppress
+from functools import partial
 
 from tidemill.sandbox.program_start import LIBC, become
 
