@@ -75,7 +75,7 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) --editable '.[gym,serve,tensorboard,dev]'
+	$(PIP) --editable '.[gym,serve,tensorboard,sandbox,dev]'
 	@touch $@
 
 vllm: $(PEERS)/vllm/.installed

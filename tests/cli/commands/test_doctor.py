@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.cli.commands import doctor, selftest
+from tidemill.cli.commands import doctor, sandbox_test, selftest
 from tidemill.cli.commands.doctor import DoctorFinding
 from tidemill.core import hardware
 from tidemill.core.types import Score
@@ -18,10 +18,14 @@ from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.roles import build_engine, build_trainer
 from tidemill.runtime.workers import keeper
+from tidemill.sandbox import bubblewrap, landlock
+from tidemill.sandbox.escapes.suite import EscapeFinding, attempts
+from tidemill.sandbox.sandbox_pool import Sandbox
+from tidemill.sandbox.sandbox_settings import SandboxSettings
 from tidemill.trainer.trainer_kinds import TrainerSettings, TrainerSpec
 from tidemill.weight_sync.sync_settings import SyncSettings
 
-NAMES = "Python SQLite cores memory|shared memory|disk extras PyTorch CUDA kernels weights parity scoring"
+NAMES = "Python SQLite cores memory|shared memory|disk extras PyTorch sandbox CUDA kernels weights parity scoring"
 
 
 def test_every_part_works_here(tidemill):
@@ -35,6 +39,7 @@ def test_every_part_works_here(tidemill):
 
 
 def test_a_failure_is_said_and_is_the_status(tidemill, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sandbox_test, "sandbox", lambda: DoctorFinding("sandbox", "ok", "tried elsewhere"))
     monkeypatch.setattr(doctor, "facts", lambda folder: [DoctorFinding("disk", "fail", "it is gone", "bring it back")])
     said = tidemill("doctor")
     assert said.code == 1 and "fail  disk" in said.out and "bring it back" in said.out and "1 failed" in said.out
@@ -139,3 +144,33 @@ def test_a_system_where_programs_can_outlive_a_run_is_warned_of(kept: bool, stat
     monkeypatch.setattr(keeper, "KEEPERS", kept)
     found = asyncio.run(selftest.score_once())
     assert found.status == status and (keeper.UNKEPT in found.found) is not kept
+
+
+async def _one_escape(opened: object) -> list[EscapeFinding]:
+    return [EscapeFinding(attempt, attempt.name == "tcp", "ESCAPED True") for attempt in attempts()]
+
+
+@pytest.mark.parametrize("level", ["bubblewrap", "landlock"])
+def test_the_sandbox_is_tried(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    monkeypatch.setattr(sandbox_test, "run_suite", _one_escape)
+    monkeypatch.setattr(sandbox_test, "small_limits", lambda *args, **kwargs: SandboxSettings(level="limits"))
+    found = sandbox_test.sandbox()
+    assert (found.name, found.status) == ("sandbox", "fail")
+    assert found.found == f"limits: 1 of {len(attempts())} escapes succeed: tcp (ESCAPED True)"
+
+    async def none(opened: Sandbox) -> list[EscapeFinding]:
+        opened.level = level
+        return [EscapeFinding(attempt, False, "held") for attempt in attempts()]
+
+    monkeypatch.setattr(sandbox_test, "run_suite", none)
+    found = sandbox_test.sandbox()
+    assert found.status == ("ok" if level == "bubblewrap" else "warn")
+    assert f"{level}: {len(attempts())} escapes" in found.found
+    assert ("pip install 'tidemill[sandbox]'" in found.advice) == (level == "landlock")
+
+
+def test_a_machine_without_a_sandbox_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubblewrap, "bwrap", lambda user: "")
+    monkeypatch.setattr(landlock, "abi", lambda: 0)
+    found = sandbox_test.sandbox()
+    assert found.status == "warn" and "no sandbox works here" in found.found and "tidemill[sandbox]" in found.advice
