@@ -113,20 +113,24 @@ async def gone(*processes: psutil.Process) -> None:
 
 
 async def test_a_slow_tool_is_late_and_its_server_lives() -> None:
-    async with serving(*DEMO, limit_s=0.3) as server:
+    async with serving(*DEMO) as server:
         tools = ToolSet(await server.tools())
         before = await said(tools, "pid")
+        server._limit_s = 0.3
         late = await tools.result(call("wait"))
+        server._limit_s = 30.0
         assert late.content == "error: wait: gave no result within 0.3 s" and late.fault == "late"
         assert await said(tools, "pid") == before and tools.counts["wait"].late == 1
 
 
 async def test_a_frozen_server_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_session, "CHECK_S", 0.3)
-    async with serving(*DEMO, limit_s=0.3) as server:
+    async with serving(*DEMO) as server:
         tools = ToolSet(await server.tools())
         frozen = psutil.Process(int(await said(tools, "pid")))
+        server._limit_s = 0.3
         assert (await tools.result(call("freeze"))).fault == "late"
+        server._limit_s = 30.0
         assert int(await said(tools, "pid")) != frozen.pid
         await gone(frozen)
 
@@ -148,7 +152,7 @@ LIES = {
 async def test_a_lying_server(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 1 << 16)
     monkeypatch.setattr(mcp_session, "CHECK_S", 0.3)
-    async with serving(*liar(how), limit_s=5.0 if how == "closes" else 1.0) as server:
+    async with serving(*liar(how), limit_s=1.0 if LIES[how] == "late" else 60.0) as server:
         tools = ToolSet(await server.tools())
         async with asyncio.timeout(60):
             try:
@@ -238,11 +242,13 @@ async def demo_url() -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
 
 
 async def test_tools_over_http() -> None:
-    async with demo_url() as (url, process), serving(url=url, limit_s=5.0) as server:
+    async with demo_url() as (url, process), serving(url=url) as server:
         tools = ToolSet(await server.tools())
         assert await said(tools, "add", a=2, b=3) == "5"
         assert (await tools.result(call("fail"))).fault == "error"
+        server._limit_s = 0.3
         assert (await tools.result(call("wait"))).fault == "late"
+        server._limit_s = 30.0
         process.kill()
         with pytest.raises(tidemill.ToolUnavailable, match=f"MCP server {url}"):
             await tools.result(call("add", {"a": 1, "b": 1}))
@@ -318,7 +324,7 @@ async def huge_event(number: Any, writer: asyncio.StreamWriter) -> None:
 async def bomb(number: Any, writer: asyncio.StreamWriter) -> None:
     import gzip
 
-    writer.write(http(gzip.compress(b" " * (50 << 20)), more="content-encoding: gzip\r\n"))
+    writer.write(http(gzip.compress(b" " * (50 << 20), 1), more="content-encoding: gzip\r\n"))
 
 
 async def broken(number: Any, writer: asyncio.StreamWriter) -> None:
@@ -349,8 +355,8 @@ HTTP_LIES = {
 @pytest.mark.parametrize("lie", HTTP_LIES, ids=lambda lie: lie.__name__)
 async def test_a_lying_server_over_http(lie: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 1 << 16)
-    monkeypatch.setattr(mcp_session, "CHECK_S", 0.3)
-    async with lying_url(lie) as url, serving(url=url, limit_s=2.0) as server:
+    monkeypatch.setattr(mcp_session, "CHECK_S", 0.3 if lie is silent else 60.0)
+    async with lying_url(lie) as url, serving(url=url, limit_s=1.0 if lie is silent else 60.0) as server:
         tools = ToolSet(await server.tools())
         memory = psutil.Process().memory_info().rss
         async with asyncio.timeout(60):

@@ -65,8 +65,9 @@ class McpSession:
         except MCPError as error:
             if error.code in (INVALID_PARAMS, METHOD_NOT_FOUND):
                 raise ToolError(clip(str(error))) from None
-            if error.code == CONNECTION_CLOSED and not self.ended:  # the cause is known when everything has ended
-                await asyncio.wait({self._task}, timeout=CHECK_S)
+            # The dispatcher's own text: other requests may go on after "SSE stream ended without a response".
+            if error.code == CONNECTION_CLOSED and str(error) == "Connection closed" and not self.ended:
+                await asyncio.wait({self._task}, timeout=CHECK_S)  # the cause is known when everything has ended
             raise self._unavailable(f"{name}: {clip(str(error))}") from None
         except Exception as error:  # what the SDK makes of a server that does not keep to the protocol
             raise self._unavailable(f"{name}: {type(error).__name__}: {clip(str(error))}") from None
