@@ -11,7 +11,7 @@ import pytest
 
 import tidemill
 from tidemill.core.constraints import json_schema
-from tidemill.core.types import Completion, GenerateRequest
+from tidemill.core.types import Completion, Finish, GenerateRequest
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.ledger import SqliteLedger
 from tidemill.models.new_model import SIZES, fresh_model
@@ -27,9 +27,11 @@ SCHEMA = {
 
 @tidemill.environment(tasks=lambda split: [{"prompt": c + ("=" if split == "train" else ":")} for c in DIGITS])
 async def repeat_as_json(task: tidemill.Task, chat: tidemill.Chat) -> tidemill.Score:
-    """Say the digit as JSON: nothing else than valid JSON arrives here."""
-    value = json.loads(await chat.reply(task.prompt))
-    return tidemill.Score(float(value["n"] == int(task.prompt[0])))
+    """Say the digit as JSON. A reply that is not cut is nothing else than valid JSON."""
+    reply = await chat.complete(task.prompt)
+    if reply.finish is not Finish.STOP:
+        return tidemill.Score(0.0)
+    return tidemill.Score(float(json.loads(reply.text)["n"] == int(task.prompt[0])))
 
 
 @pytest.mark.runs

@@ -100,6 +100,44 @@ async def test_five_hundred_schemas_are_followed() -> None:
         await follow(seed, count=126, at_once=32)
 
 
+async def accepts(engine: NativeEngine, schema: Schema, text: str) -> bool:
+    """True if the text may be sampled as a whole reply."""
+    constraint = json_schema(schema)
+    await engine.grammars.compiled(constraint)
+    held, tokens = engine.grammars.begin(constraint, (END,)), [spelling().index(bytes([byte])) for byte in text.encode()]
+    assert held is not None
+    whole = enumerate([*tokens, END])
+    return all(held.allowed(np.array(tokens[:count], np.int32))[token] for count, token in whole)
+
+
+@pytest.mark.parametrize("where", ["alone", "const"])
+async def test_bounds_of_numbers_hold_at_their_edges(where: str) -> None:
+    """Of random bounds, the numbers on them and beside them; also in a property that is named as a keyword is."""
+    rng, engine, seen = np.random.default_rng(0), make_engine(), {True: 0, False: 0}
+    for _ in range(40):
+        low = float(rng.integers(-60, 60)) / float(rng.choice([1, 1, 4, 10]))
+        high = round(low + float(rng.integers(1, 90)) / float(rng.choice([1, 10, 100])), 4)
+        least, most = rng.choice(["exclusiveMinimum", "minimum"]), rng.choice(["exclusiveMaximum", "maximum"])
+        number: Schema = {"type": "number", least: low, most: high}
+        schema = number if where == "alone" else {"properties": {"const": number}, "required": ["const"]}
+        validator = jsonschema.Draft202012Validator(schema)
+        for value in (low, high, int(low), int(high), (low + high) / 2, low - 0.125, high + 0.125):
+            text = json.dumps(value if where == "alone" else {"const": value})
+            valid = validator.is_valid(json.loads(text))
+            seen[valid] += 1
+            assert await accepts(engine, schema, text) <= valid, (schema, text)
+    assert min(seen.values()) > 50
+    await engine.close()
+
+
+async def test_a_constant_is_left_as_it_is() -> None:
+    """What looks like a bound in a constant is none."""
+    engine = make_engine()
+    schema: Schema = {"const": {"exclusiveMinimum": 4, "exclusiveMaximum": 5}}
+    assert await accepts(engine, schema, json.dumps(schema["const"], separators=(",", ":")))
+    await engine.close()
+
+
 WORDS = ["tide", "tidemill", "mill", 'say "é"', "a\nb"]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,8 @@ _OPTIONS = {
     "coerce_one_of": False,
 }
 _HEAD = '%llguidance {"no_forcing": true}\n'  # else only the canonical tokens of a forced text would be allowed
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords that hold schemas by name
+_BOUNDS = {"exclusiveMinimum": ("minimum", 1, max), "exclusiveMaximum": ("maximum", -1, min)}
 _ASCII = "dw"  # classes of characters that are ASCII's in patterns, as JSON Schema has them
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")  # in a text that no user wrote
 
@@ -232,8 +235,36 @@ def _source(constraint: Constraint) -> str:
     if schema is False or not isinstance(schema, dict | bool):
         raise ValueError(f"the {constraint.name} allows nothing: expected an object with keywords")
     _expect_small({} if schema is True else schema, constraint.name)
+    _close_bounds(schema)
     options = {"x-guidance": _OPTIONS}  # instead of those that the schema itself may ask for
     return f"{_HEAD}start: %json {json.dumps((schema if isinstance(schema, dict) else {}) | options)}\n"
+
+
+def _close_bounds(schema: Any) -> None:
+    """Replace exclusive bounds of numbers that are whole, in place: llguidance 1.9 lets some of them through (4 < 4 < 4.5).
+
+    The closed bounds lie 1e-9 further in.
+    """
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending += part
+        if not isinstance(part, dict):
+            continue
+        for name, (closed, way, nearer) in _BOUNDS.items():
+            bound = part.get(name)
+            whole = type(bound) in (int, float) and abs(bound) < 1 << 53 and bound == int(bound)
+            if whole and part.get("type") != "integer":
+                del part[name]
+                inner = bound + way * 1e-9
+                inner = math.nextafter(bound, way * math.inf) if inner == bound else inner
+                part[closed] = nearer(part.get(closed, inner), inner)
+        for key, value in part.items():
+            if key in _BY_NAME and isinstance(value, dict):
+                pending += value.values()
+            elif key not in ("const", "enum"):
+                pending.append(value)
 
 
 def _expect_small(schema: Any, name: str) -> None:
