@@ -253,7 +253,7 @@ def _close_bounds(schema: Any) -> None:
         if not isinstance(part, dict):
             continue
         for name, (closed, way, nearer) in _BOUNDS.items():
-            bound = part.get(name)
+            bound: Any = part.get(name)
             whole = type(bound) in (int, float) and abs(bound) < 1 << 53 and bound == int(bound)
             if whole and part.get("type") != "integer":
                 del part[name]
