@@ -25,7 +25,7 @@ PEER_vllm := vllm$(if $(shell command -v nvidia-smi),,-cpu)==0.32.* --editable .
 PEER_trl := trl==1.16.* peft==0.21.*
 PEER_deepspeed := --constraint constraints.txt --editable '.[gym,deepspeed]'
 
-.PHONY: demo test test-runs test-backends test-deepspeed lint types unit format clean peers vllm sglang
+.PHONY: demo test clients test-runs test-backends test-deepspeed lint types unit format clean peers vllm sglang
 
 demo: $(VENV)/.installed
 	$(BIN)/tidemill demo $(ARGS)
@@ -83,6 +83,10 @@ vllm: $(PEERS)/vllm/.installed
 # SGLang's CPU server, for `pytest -m sglang tests/engine/sglang`.
 sglang: vllm
 	$(PYTHON) tests/engine/sglang/build_environment.py $(PEERS)/vllm $(PEERS)/sglang
+
+# Agents of OpenAI's, Anthropic's, LangChain's and inspect-ai's clients through the gateway, in environments of their own.
+clients: $(VENV)/.installed-dev
+	cd tests && ../$(BIN)/python -m clients.client_table ../$(PEERS)/clients
 
 peers: $(PEERS)/trl/.installed $(PEERS)/vllm/.installed
 
