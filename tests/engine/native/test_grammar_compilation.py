@@ -107,6 +107,7 @@ async def test_a_schema_as_deep_as_allowed_overflows_nothing() -> None:
         (json_schema({"oneOf": [{"const": 1}, {"type": "number"}]}), "oneOf constraints are not supported"),
         (json_schema({"$ref": "https://example.org/schema"}), "https://example.org/schema"),
         (json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "JSON schema: .*3"),
+        (json_schema({"type": "number", "exclusiveMinimum": 4, "minimum": "4"}), "JSON schema: .*4"),
         (json_schema(False), "allows nothing"),
         (Constraint("json_schema", "[" * 100_000), "not JSON"),
         (json_schema({"type": "object", "properties": {f"p{i}": {} for i in range(4000)}}), "4002 objects and lists"),

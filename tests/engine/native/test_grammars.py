@@ -130,6 +130,8 @@ async def test_bounds_of_numbers_hold_at_their_edges(where: str) -> None:
             seen[valid] += 1
             assert await accepts(engine, schema, text) <= valid, (schema, text)
     assert min(seen.values()) > 50
+    draft_4 = {"type": "number", "minimum": 4, "exclusiveMinimum": True, "maximum": 4.5}
+    assert await accepts(engine, draft_4, "4.1") and not await accepts(engine, draft_4, "4")
     await engine.close()
 
 
