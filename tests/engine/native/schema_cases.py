@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tidemill.api_formats.vocabulary import Vocabulary
-from tidemill.core.types import Version
+from tidemill.core.constraints import Constraint
+from tidemill.core.types import Completion, GenerateRequest, SamplingParams, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.architecture import Architecture
@@ -24,6 +26,7 @@ from tidemill.models.decoder import Decoder
 Schema = dict[str, Any]
 END = 0  # the id that ends a reply
 CONTEXT = 512
+PROMPT = np.arange(3, 12, dtype=np.int32)
 
 
 @cache
@@ -72,6 +75,14 @@ def bytes_of(tokens: np.ndarray) -> bytes:
 def text_of(tokens: np.ndarray) -> str:
     """The text of a whole reply."""
     return bytes_of(tokens).decode()
+
+
+def asked(constraint: Constraint | None, seed: int = 0, prompt: np.ndarray = PROMPT, **more: Any) -> GenerateRequest:
+    return GenerateRequest(prompt, SamplingParams(**{"max_tokens": 300, "seed": seed, **more}), constraint=constraint)
+
+
+async def replies(engine: NativeEngine, requests: list[GenerateRequest]) -> list[Completion]:
+    return await asyncio.gather(*(engine.generate(request) for request in requests))
 
 
 def schemas(seed: int, count: int) -> list[Schema]:

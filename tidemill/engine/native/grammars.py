@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -253,18 +253,24 @@ def _close_bounds(schema: Any) -> None:
         if not isinstance(part, dict):
             continue
         for name, (closed, way, nearer) in _BOUNDS.items():
-            bound: Any = part.get(name)
-            whole = type(bound) in (int, float) and abs(bound) < 1 << 53 and bound == int(bound)
-            if whole and part.get("type") != "integer":
+            bound = part.get(closed) if part.get(name) is True else part.get(name)  # True is of draft 4
+            other = part.get(closed, bound)
+            if not (_is_number(bound) and _is_number(other)) or part.get("type") == "integer":
+                continue  # what is no number is refused by the library
+            if abs(bound) < 1 << 53 and bound == int(bound):
                 del part[name]
                 inner = bound + way * 1e-9
                 inner = math.nextafter(bound, way * math.inf) if inner == bound else inner
-                part[closed] = nearer(part.get(closed, inner), inner)
+                part[closed] = nearer(other, inner) if closed in part else inner
         for key, value in part.items():
             if key in _BY_NAME and isinstance(value, dict):
                 pending += value.values()
             elif key not in ("const", "enum"):
                 pending.append(value)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _expect_small(schema: Any, name: str) -> None:
