@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tidemill
-from tidemill.core.constraints import json_schema
-from tidemill.core.types import Completion, Finish, GenerateRequest
-from tidemill.engine.native.native_engine import NativeEngine
+from tidemill.core.types import Finish
 from tidemill.ledger import SqliteLedger
 from tidemill.models.new_model import SIZES, fresh_model
 
@@ -28,7 +25,7 @@ SCHEMA = {
 @tidemill.environment(tasks=lambda split: [{"prompt": c + ("=" if split == "train" else ":")} for c in DIGITS])
 async def repeat_as_json(task: tidemill.Task, chat: tidemill.Chat) -> tidemill.Score:
     """Say the digit as JSON. A reply that is not cut is nothing else than valid JSON."""
-    reply = await chat.complete(task.prompt)
+    reply = await chat.complete(task.prompt, schema=SCHEMA)
     if reply.finish is not Finish.STOP:
         return tidemill.Score(0.0)
     return tidemill.Score(float(json.loads(reply.text)["n"] == int(task.prompt[0])))
@@ -36,13 +33,7 @@ async def repeat_as_json(task: tidemill.Task, chat: tidemill.Chat) -> tidemill.S
 
 @pytest.mark.runs
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "temperature": 0.8}])
-def test_a_policy_learns_under_a_schema(sampling: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = NativeEngine.generate
-
-    async def held(engine: NativeEngine, request: GenerateRequest) -> Completion:
-        return await real(engine, replace(request, constraint=json_schema(SCHEMA)))
-
-    monkeypatch.setattr(NativeEngine, "generate", held)
+def test_a_policy_learns_under_a_schema(sampling: dict[str, float], tmp_path: Path) -> None:
     fresh_model(tmp_path / "model", alphabet='0123456789{}"n:,= \n', context=64, **SIZES["0.1m"])
     run = tidemill.train(
         repeat_as_json,

@@ -71,7 +71,7 @@ def test_the_program_of_the_readme(tmp_path):
 
 
 async def test_the_agent_of_the_page_on_agents():
-    (program,) = programs("agents.md")
+    program, *_ = programs("agents.md")
     linecache.cache["agents.md"] = (len(program), None, program.splitlines(keepends=True), "agents.md")
     scope = {"__name__": "example"}
     exec(compile(program, "agents.md", "exec"), scope)
