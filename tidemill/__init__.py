@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tidemill.core.chat_interface import Chat
-    from tidemill.core.errors import ToolUnavailable
+    from tidemill.core.errors import ToolError, ToolUnavailable
     from tidemill.core.types import InfraError, Score, Task, Unscorable
     from tidemill.envs.environment import environment
     from tidemill.envs.trl_environment import trl_environment
     from tidemill.run.api import Run, train
-    from tidemill.tools.function_tool import ToolError, tool
+    from tidemill.tools.function_tool import tool
     from tidemill.tools.mcp_server import McpServer
     from tidemill.tools.tool_set import ToolSet
 
@@ -41,7 +41,7 @@ _HOMES = {
     "environment": "envs.environment",
     "trl_environment": "envs.trl_environment",
     "tool": "tools.function_tool",
-    "ToolError": "tools.function_tool",
+    "ToolError": "core.errors",
     "McpServer": "tools.mcp_server",
     "ToolSet": "tools.tool_set",
     "ToolUnavailable": "core.errors",

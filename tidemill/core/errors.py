@@ -11,7 +11,7 @@ process does it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from tidemill.core.types import Finish
@@ -175,6 +175,14 @@ class WorkerLost(EpisodeFailed):
 
 class ToolUnavailable(EpisodeFailed):
     """A tool cannot work for a cause outside the policy. Tools raise it; other exceptions of theirs are observations."""
+
+
+class ToolError(TidemillError):
+    """A failure in the tool's own words, which the policy reads without the name of an exception."""
+
+    def __init__(self, reason: str, fault: Literal["error", "late"] = "error") -> None:
+        super().__init__(reason)
+        self.fault: Literal["error", "late"] = fault
 
 
 class NoWorkers(TidemillError):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, TypeVar, get_args, overload
+from typing import Any, TypeVar, get_args, overload
 
 from tidemill.core.errors import ConfigError
 from tidemill.tools.function_schema import function_schema, type_hints
@@ -15,14 +15,6 @@ from tidemill.tools.function_schema import function_schema, type_hints
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__tidemill_tool__"  # attribute of a function that `@tool` has marked
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # as the engines' servers accept it
-
-
-class ToolError(Exception):
-    """A failure in the tool's own words, which the policy reads without the name of an exception."""
-
-    def __init__(self, reason: str, fault: Literal["error", "late"] = "error") -> None:
-        super().__init__(reason)
-        self.fault: Literal["error", "late"] = fault
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from tidemill.core.errors import ConfigError, ToolUnavailable
+from tidemill.core.errors import ConfigError, ToolError, ToolUnavailable
 from tidemill.core.outcomes import clip
-from tidemill.tools.function_tool import ToolError
 
 CHECK_S = 5.0  # for a server to answer anything after a call was late
 CLOSE_S = 20.0  # for a connection to close: more than its process takes to be killed

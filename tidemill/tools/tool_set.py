@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
-from tidemill.core.errors import ConfigError, Overdue, ToolUnavailable
+from tidemill.core.errors import ConfigError, Overdue, ToolError, ToolUnavailable
 from tidemill.core.outcomes import clip, plain
 from tidemill.core.reply import Fault, ToolResult
 from tidemill.tools.argument_check import arguments_of, arguments_problem
-from tidemill.tools.function_tool import Tool, ToolError, as_tool
+from tidemill.tools.function_tool import Tool, as_tool
 from tidemill.tools.limited_call import OwnThread, Places, limited_call
 
 UNKNOWN = "(unknown)"  # the name under which calls of unknown tools are counted
