@@ -19,11 +19,11 @@ HELD_OUT = 5  # one of so many tasks
 
 
 def tasks(split: str) -> list[dict]:
-    """Every function with every third value; a fifth of them is held out."""
+    """Every function with many a third value; a fifth of them is held out."""
     found = []
     for sign, function in FUNCTIONS.items():
         for k in range(1, 8):
-            for told in range(2, 10):
+            for told in range(2, 20):
                 prompt = " ".join(f"{x}>{function(x, k)}" for x in (0, 1, told)) + "="
                 cases = [{"stdin": f"{x}\n", "stdout": f"{function(x, k)}\n"} for x in (11, 23)]
                 found.append({"prompt": prompt, "answer": f"print(int(input()){sign}{k})", "cases": cases})

@@ -56,4 +56,4 @@ def test_a_run_judges_by_the_sandbox_and_says_at_which_level(tmp_path: Path) -> 
 def test_the_recipe_learns(tmp_path: Path) -> None:
     report = train(tmp_path / "run")
     before, after = report["accuracy_before"], report["accuracy_after"]
-    assert isinstance(before, float) and isinstance(after, float) and after > before + 0.2, (before, after)
+    assert isinstance(before, float) and isinstance(after, float) and after > before + 0.3, (before, after)
