@@ -32,13 +32,13 @@ def trajectory(group_id: int, sample: int, length: int = 12) -> Trajectory:
         sample=sample,
         temperature=0.7,
         text=f"reply {sample} to {group_id} ✓",
-        support=_support(int(mask.sum())) if sample else None,
+        support=support_of(int(mask.sum())) if sample else None,
         parent=(0, 4) if sample else None,
         info={"queued_s": 0.5},
     )
 
 
-def _support(positions: int) -> Support:
+def support_of(positions: int) -> Support:
     """The first set of two ids, the others of all ids but one, which they share."""
     sets = (np.arange(positions) > 0).astype(np.int32)
     return Support(np.arange(3, dtype=np.int32), np.array([0, 2, 3], np.int32), sets, np.array([False, True]))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from ledger_cases import assert_same, task, trajectory
+from ledger_cases import assert_same, support_of, task, trajectory
 
 from tidemill.cli.commands.pairs import PairCounts, _pair
 from tidemill.cli.commands.samples import _reward
@@ -30,7 +30,7 @@ def rows(group_id: int, sample: int, outcome: Score | InfraError, finish: Finish
         parent=(0, 8),
     )
     begun = {name: getattr(first, name)[:8] for name in ("tokens", "mask", "logprobs", "versions")}
-    first = replace(first, **begun, sources=first.sources[:1])
+    first = replace(first, **begun, sources=first.sources[:1], support=support_of(4))
     other = replace(trajectory(group_id, 2 * sample + 3), sample=sample, seat=1, outcome=outcome, finish=finish, parent=None)
     return [first, branch, other]
 
