@@ -16,9 +16,10 @@ from gateway.recording_chat import RecordingChat, said
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import InfraError, Outcome, Score, Task, Unscorable
-from tidemill.envs import agent_process
+from tidemill.envs import agent_player, agent_process
 from tidemill.envs.agent_environment import AgentEnvironment
 from tidemill.envs.agent_player import NO_SCORE, ProgramPerEpisode, ProgramPerRun, play_task
+from tidemill.envs.agent_process import AgentProcess
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import AgentSettings, EnvironmentWorkers
 from tidemill.envs.episode_workers import in_workers
@@ -93,6 +94,41 @@ async def test_every_end_of_a_program_has_its_outcome(given: Task, expected: Out
         lambda messages: said(forged if given.data.get("word") == "forged" else f"to {messages[-1]['content']}")
     )
     assert await play(given, chat) == expected
+
+
+async def test_few_programs_start_at_a_time_and_many_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_player, "usable_cores", lambda: 2)
+    start, ended, all_ask = AgentProcess.start, AgentProcess.ended_within, asyncio.Event()
+    starting, most = set[AgentProcess](), 0
+
+    async def started(*given: Any) -> AgentProcess:
+        nonlocal most
+        starting.add(process := await start(*given))
+        most = max(most, len(starting))
+        return process
+
+    async def waited(process: AgentProcess, limit_s: float, *others: Any) -> bool:
+        found = await ended(process, limit_s, *others)
+        starting.discard(process)  # its first wait is for its first question
+        return found
+
+    class Patient(RecordingChat):
+        async def complete(self, messages: Any, **how: Any) -> Any:
+            reply = await super().complete(messages, **how)
+            if len(self.asked) == 6:
+                all_ask.set()
+            await asyncio.wait_for(all_ask.wait(), 60)
+            return reply
+
+    monkeypatch.setattr(AgentProcess, "start", started)
+    monkeypatch.setattr(AgentProcess, "ended_within", waited)
+    command, patient = [agent_process.sys.executable, str(FILE)], Patient()
+    player = ProgramPerEpisode(command, 60.0, False)
+    played = await asyncio.gather(*(play_task(player, task(), patient) for _ in range(6)))
+    assert played == [Score(1.0, {"length": 8.0})] * 6 and most == 2, "those that have asked make room for others"
+    player = ProgramPerEpisode(command, 0.2, False)
+    late = await asyncio.gather(*(play_task(player, task("hang"), RecordingChat()) for _ in range(5)))
+    assert all(isinstance(each, Unscorable) for each in late) and most == 2
 
 
 async def test_a_late_program_is_unscorable_and_ends() -> None:

@@ -139,6 +139,14 @@ def test_the_splits_of_a_table_are_train_and_held_out(name):
         assert [len(found["train"]), len(found["eval"])] == [30, 10] and isinstance(found["eval"][0], Task)
 
 
+def test_a_function_of_nothing_gives_what_is_divided():
+    assert splits_of(lambda: ROWS, "e") == splits_of(ROWS, "e")
+    assert (
+        splits_of(lambda: {"train": ROWS[:30], "test": ROWS[30:]}, "e")["eval"]
+        == splits_of(lambda split: ROWS[30:], "e")["eval"]
+    )
+
+
 def test_a_table_with_a_single_split_is_divided():
     assert splits_of(datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "e") == splits_of(ROWS, "e")
 

@@ -12,15 +12,18 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tidemill.core.chat_interface import Chat
+from tidemill.core.hardware import usable_cores
 from tidemill.core.outcomes import clip, outcome_of
 from tidemill.core.types import Outcome, Score, Task, Unscorable
 from tidemill.envs.agent_process import AgentProcess
 from tidemill.gateway.gateway import Gateway, serve_chat
 
+SETTLE_S = 5.0  # seconds after which a program that has asked nothing counts as started
 MOST_VARIABLE = 100_000  # bytes of an environment variable, of which Linux takes 128 KiB
 
 
@@ -41,11 +44,15 @@ async def play_task(player: AgentPlayer, task: Task, chat: Chat) -> Outcome | No
 
 
 class ProgramPerEpisode:
-    """Starts the program for each episode."""
+    """Starts the program for each episode, few at a time: a start may take a core for a second, and episodes are many.
+
+    A program has started when it asks the policy for the first time, and counts as started after `SETTLE_S`.
+    """
 
     def __init__(self, command: Sequence[str], limit_s: float, judged: bool) -> None:
         """judged: rewards decide on the attempts, and what the program prints is not read."""
         self._command, self._limit_s, self._judged = command, limit_s, judged
+        self._starting = asyncio.Semaphore(max(2, usable_cores()))
 
     async def play(self, task: Task, model: Gateway) -> Outcome | None:
         name, said = secrets.token_hex(8), list[Any]()
@@ -54,13 +61,17 @@ class ProgramPerEpisode:
             if (verdict := verdict_of(line, name)) is not None:
                 said[:] = [verdict]
 
-        process = await AgentProcess.start(self._command, variables_of(task, name, model), hear)
-        how, late = "", True
+        process, how, late = None, "", True
         try:
-            process.tell(json.dumps(described(task, name)).encode() + b"\n", last=True)
-            late = not await process.ended_within(self._limit_s, model.failing)
+            async with self._starting:
+                process = await AgentProcess.start(self._command, variables_of(task, name, model), hear)
+                ends = time.monotonic() + self._limit_s
+                process.tell(json.dumps(described(task, name)).encode() + b"\n", last=True)
+                await process.ended_within(min(SETTLE_S, self._limit_s), model.asked, model.failing)
+            late = not await process.ended_within(ends - time.monotonic(), model.failing)
         finally:
-            how = await process.close()
+            if process is not None:
+                how = await process.close()
         if late or how:
             return Unscorable(f"the agent took longer than {self._limit_s:g} s" if late else f"the agent {how}")
         if self._judged:

@@ -1,7 +1,8 @@
-"""Tasks given in Python: a list, a function of the split, a dict of splits, or a `datasets` dataset."""
+"""Tasks given in Python: a list, a dict of splits, a `datasets` dataset, or a function that makes one of these."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,14 +12,16 @@ from tidemill.core.types import Task
 from tidemill.envs.tasks import split_by_hash, task_of, told_apart
 
 Rows = Sequence[Task | Mapping[str, Any]]
-TaskSource = Rows | Mapping[str, Rows] | Callable[[str], Rows] | Any
-"""The last is a `datasets.Dataset` or `DatasetDict`, whose package need not be installed."""
+TaskSource = Rows | Mapping[str, Rows] | Callable[[str], Rows] | Callable[[], Any] | Any
+"""A function takes the split, or nothing. `Any` is a `datasets.Dataset` or `DatasetDict`, whose package may be missing."""
 
 HELD_OUT = ("eval", "test", "validation")  # names of splits that are not trained on
 
 
 def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, list[Task]]:
     """The splits "train" and "eval" of a task source. Raises ConfigError for one that is not usable."""
+    if callable(source) and not inspect.signature(source).parameters:
+        return splits_of(source(), name, share)
     if callable(source):
         return {split: _tasks(source(split), f"{split} task", name) for split in ("train", "eval")}
     if isinstance(source, Mapping):

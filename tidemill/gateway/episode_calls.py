@@ -60,6 +60,7 @@ class EpisodeCalls:
         self.counts: dict[str, int] = dict.fromkeys(("calls", "retries", "abandoned", "refused", "faults", "tokens"), 0)
         self.failure: Exception | None = None  # of the chat itself, which is no fault of the agent
         self.failing: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when there is one
+        self.asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done at the first call
 
     def earlier(self, name: str) -> Messages:
         """The conversation that ended with the reply of this id. Raises ApiError."""
@@ -76,6 +77,8 @@ class EpisodeCalls:
         if self._open >= MOST_CALLS:
             raise ApiError(f"{self._open} calls are under way, at most {MOST_CALLS} of an episode at a time", status=429)
         call = GatewayCall(len(raw))
+        if not self.asked.done():
+            self.asked.set_result(None)
         self.counts["calls"] += 1
         self._open += 1
         self._calls.setdefault(key, []).append(call)

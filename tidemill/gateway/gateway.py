@@ -53,6 +53,11 @@ class Gateway:
         return self._calls.failing
 
     @property
+    def asked(self) -> asyncio.Future[None]:
+        """Done when the policy has been asked for the first time."""
+        return self._calls.asked
+
+    @property
     def environment(self) -> dict[str, str]:
         """The environment variables by which usual clients find the gateway."""
         return {
