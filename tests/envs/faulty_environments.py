@@ -45,6 +45,11 @@ async def sleeps(task: Task, chat: Chat) -> Any:
     time.sleep(600)
 
 
+async def begins_slowly(task: Task, chat: Chat) -> Any:
+    time.sleep(0.25)
+    return Score(len(await chat.reply(task.prompt)))
+
+
 async def spins(task: Task, chat: Chat) -> Any:
     while True:
         pass

@@ -171,6 +171,14 @@ async def test_the_guessing_game_plays_the_same_in_a_worker():
         await env.close()
 
 
+@pytest.mark.runs
+async def test_many_slow_beginnings_are_no_long_silence():
+    async with workers(limit_s=LIMIT_S) as (env, reasons):
+        await pid(env)
+        found = await asyncio.gather(*(play(env, task("begins_slowly"), Engine()) for _ in range(16)))  # four limits' worth
+        assert all(isinstance(each.outcome, Score) for each in found) and not reasons, reasons
+
+
 # what it does, and what is said of it; these cost their worker
 KILLED = {
     "sleeps": r"environment faulty did not give control back for 1 s \(in sleeps, .*faulty_environments.py:\d+\)",

@@ -20,13 +20,20 @@ HELD_OUT = ("eval", "test", "validation")  # names of splits that are not traine
 
 def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, list[Task]]:
     """The splits "train" and "eval" of a task source. Raises ConfigError for one that is not usable."""
-    if callable(source) and not inspect.signature(source).parameters:
+    if callable(source) and _takes_nothing(source):
         return splits_of(source(), name, share)
     if callable(source):
         return {split: _tasks(source(split), f"{split} task", name) for split in ("train", "eval")}
     if isinstance(source, Mapping):
         return _of_table(source, name, share)
     return split_by_hash(_tasks(source, "task", name), share)
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        return not inspect.signature(function).parameters
+    except ValueError:  # one of Python's own
+        return False
 
 
 def _of_table(source: Mapping[str, Any], name: str, share: float) -> dict[str, list[Task]]:

@@ -43,6 +43,7 @@ class _Tasks:
                 header = await reader.readexactly(frames.HEADER_BYTES)  # bounded: its parent's end closes the pipe
                 body = await reader.readexactly(frames.size_of(header))  # bounded: as above
                 self._hear(serialization.decode(body, kind))
+                await asyncio.sleep(0)  # calls begin one by one, so that many slow beginnings are not one long silence
         except asyncio.IncompleteReadError:
             return
 

@@ -84,6 +84,7 @@ class Worker:
         self._calls: dict[int, OpenCall] = {}
         self._leaving: dict[int, tuple[str, int]] = {}  # cancelled calls, and the checks since then
         self._pinged = self._ponged = 0
+        self._spoke = False  # since the latest check
         self._loaded: str | None = None  # by its latest call
         self.watched = False  # pings begin when it has loaded what every call needs
         self.ended: asyncio.Future[WorkerLost] = asyncio.get_running_loop().create_future()
@@ -182,6 +183,7 @@ class Worker:
             return "died", await self.process.epitaph()
 
     def _take(self, frame: Any) -> None:
+        self._spoke = True
         if isinstance(frame, frames.WorkerPing):
             self._ponged = frame.number
             return
@@ -198,12 +200,11 @@ class Worker:
         numbers, silent = itertools.count(1), 0
         while True:
             await asyncio.sleep(patience_s / LOOKS)  # bounded: by `serve`
-            silent += 1
-            if self._pinged == self._ponged:
-                silent = 0
-                if self.watched and (self._calls or self._leaving):
-                    self._pinged = next(numbers)
-                    self.post(frames.WorkerPing(self._pinged))
+            answered = self._pinged == self._ponged
+            silent, self._spoke = 0 if answered or self._spoke else silent + 1, False
+            if answered and self.watched and (self._calls or self._leaving):
+                self._pinged = next(numbers)
+                self.post(frames.WorkerPing(self._pinged))
             if silent > LOOKS:
                 return "timeout", f"{self._kind.title} did not give control back for {patience_s:g} s{await self._where()}"
             for number, (what, checks) in self._leaving.items():
