@@ -260,6 +260,7 @@ def test_every_call_between_processes_has_a_deadline() -> None:
         rpc.check_deadlines(roles.Engine, {"generate": float("inf")})
 
 
+@pytest.mark.runs
 def test_each_deadline_of_the_package_counts() -> None:
     """Taken away one at a time, every deadline and every mark is missed."""
     ways = {r"(# |; )bounded: .*": "#", r"\btimeout=": "other=", r"asyncio\.timeout\(": "asyncio.timeout(None, "}

@@ -79,6 +79,7 @@ def base_of(folder: Path, base_dtype: BaseDtype = "float32") -> Version:
 
 
 @pytest.mark.parametrize("config", [PLAIN, SCALED, NARROW], ids=["lora", "rslora", "int8"])
+@pytest.mark.runs
 def test_the_sum_is_that_of_a_merged_model_to_the_bit(
     receive: Receive, folder: Path, tmp_path: Path, config: AdapterConfig
 ) -> None:

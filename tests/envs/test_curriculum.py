@@ -312,6 +312,7 @@ def samples_until(order: Order, retire: float, seed: int, goal: float = 0.8) -> 
 
 
 @pytest.mark.parametrize(("order", "retire"), [("frontier", 0.0), ("mixed", 0.0), ("shuffled", 0.95), ("easy_first", 0.95)])
+@pytest.mark.runs
 def test_on_tasks_of_graded_difficulty_a_curriculum_needs_fewer_samples(order, retire):
     ratios = [samples_until(order, retire, seed) / samples_until("shuffled", 0.0, seed) for seed in range(5)]
     assert max(ratios) < 0.9, ratios

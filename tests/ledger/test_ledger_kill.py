@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from ledger_cases import assert_same, group
 
 from tidemill.ledger import SqliteLedger
@@ -35,6 +36,7 @@ def run_and_kill(folder: Path, seed: int, lines: int, delay: float) -> list[list
     return [line.split() for line in said if line.endswith("\n")]
 
 
+@pytest.mark.runs
 def test_a_killed_writer_leaves_a_whole_ledger(tmp_path: Path) -> None:
     rng = random.Random(7)
     interrupted: Counter[str] = Counter()

@@ -116,6 +116,7 @@ def test_tables_that_somebody_changed_are_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schema", [OLDER[0], pytest.param(OLDER[-1], marks=pytest.mark.slow)], ids=lambda path: path.stem)
+@pytest.mark.runs
 def test_a_migration_that_is_killed_leaves_the_old_ledger_or_the_new_one(tmp_path: Path, schema: Path) -> None:
     """Killed before each of its statements, in a process of its own; then the next start goes on."""
     expected = everything(filled(tmp_path / "new"))

@@ -317,6 +317,7 @@ def test_what_was_planted_is_named(name: str) -> None:
         ("long evaluations", {"evaluate_s": 0.0}),
     ],
 )
+@pytest.mark.runs
 def test_it_is_faster_when_the_advice_is_followed_and_not_by_more_than_it_says(name: str, mended: dict[str, Any]) -> None:
     _, max_lag, planted = CAUSES[name]
     found, _, before = advice_for(max_lag, **planted)

@@ -110,6 +110,7 @@ def test_spans_of_one_lane_follow_or_nest(tmp_path_factory: pytest.TempPathFacto
                 assert b["ts"] >= a_end or b_end <= a_end, (a, b)
 
 
+@pytest.mark.runs
 def test_a_long_run_is_drawn_coarsely_and_whole() -> None:
     """A decode step each 10 ms, 1 ms apart, for 1,000 s, with a pause of 5 s in the middle; and a trainer."""
     trace = Trace(limit=1000)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.runtime.fork_client import server_environment
 
@@ -40,6 +42,7 @@ print(json.dumps({"threads": threads, "used": used, "new": sorted(set(sys.module
 """
 
 
+@pytest.mark.runs
 def test_roles_find_their_imports_done_and_no_thread_begun(tmp_path: Path) -> None:
     fresh_model(tmp_path / "model", alphabet="abcdefgh", **SIZES["0.1m"])
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "model")]

@@ -47,7 +47,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(SCHEMAS, VALUES)
 def test_what_is_refused_is_what_jsonschema_refuses(schema: dict[str, Any], value: Any) -> None:
     jsonschema = pytest.importorskip("jsonschema")

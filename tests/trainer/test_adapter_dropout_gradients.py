@@ -57,7 +57,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("checkpointing", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("budget", [60, 35, 1])
+@pytest.mark.parametrize("budget", [35, *(pytest.param(each, marks=pytest.mark.runs) for each in (60, 1))])
 def test_micro_batches_do_not_matter(budget: int, checkpointing: float, dtype: torch.dtype) -> None:
     """Of 1 token: every attempt alone, so that no prompt is shared."""
     model, samples = adapted(dtype), batch()
@@ -94,7 +94,7 @@ def test_whether_the_last_layer_computes_some_rows_only_does_not_matter(
 
 
 @pytest.mark.parametrize("own_critic", [None, True, False])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.runs)])
 def test_lanes_do_not_matter(checkpointing: bool, own_critic: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several threads run passes of one model at once, each with masks of its own rows."""
     monkeypatch.setattr(parallel_micro_batches, "LEAST", 1)
@@ -130,6 +130,7 @@ def test_updates_and_seeds_drop_other_inputs() -> None:
     assert apart(gradients(samples, model, dropout=replace(UPDATE, seed=2))[0], expected) > 0.1
 
 
+@pytest.mark.runs
 def test_the_mean_over_many_updates_is_the_gradient_without_dropout() -> None:
     """Of one layer's last matrix, where the mean over masks is exact: nothing after it is bent."""
     lora = AdapterConfig(rank=2, alpha=2, targets=r"model\.layers\.1\.mlp\.down_proj", dropout=0.5)

@@ -145,6 +145,7 @@ def test_a_critic_that_reads_other_tokens_is_refused():
         NativeTrainer(decoder(), SETTINGS, steps=8, critic=critic)
 
 
+@pytest.mark.runs
 def test_it_learns_what_it_is_shown():
     """A value that depends on the prompt's first token alone, within some hundred steps."""
     rng, critic = np.random.default_rng(0), ValueModel(decoder(seed=3))

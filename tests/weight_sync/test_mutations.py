@@ -158,6 +158,7 @@ def test_a_transport_that_writes_something_else(tiny: Steps, name: str, transpor
 
 @pytest.mark.parametrize("by", ["vllm", "server"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.runs
 def test_engines_with_servers_refuse_all_of_them_before_they_load(tiny: Steps, transport: str, by: str) -> None:
     """What vLLM's ranks do with an update, and what stands before SGLang's and transformers' loading."""
     tiny.monkeypatch.syspath_prepend(str(PLUGIN))

@@ -203,6 +203,7 @@ WRONG = [
 @pytest.mark.parametrize(
     "right, wrong", [pytest.param(*each, marks=[pytest.mark.slow] if n % 4 else []) for n, each in enumerate(WRONG)]
 )
+@pytest.mark.runs
 def test_a_library_that_computes_something_else_is_not_used(cache, tmp_path, monkeypatch, right, wrong) -> None:
     ways = {
         "square": FLOATS,
@@ -228,6 +229,7 @@ def test_a_library_that_computes_something_else_is_not_used(cache, tmp_path, mon
 
 
 @needs_compiler
+@pytest.mark.runs
 def test_loading_starts_no_thread() -> None:
     """A process that is forked from may not have any."""
     code = (

@@ -39,7 +39,7 @@ def most_alive(settings: TrainerSettings) -> int:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.runs)])
 @pytest.mark.parametrize("piece", [1 << 13, 1 << 30])
 def test_what_dropout_takes_is_bounded(piece: int, dtype: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_dropout, "PIECE", piece)

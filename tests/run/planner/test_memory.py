@@ -147,7 +147,7 @@ class Alive(TorchDispatchMode):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.runs)])
 @pytest.mark.parametrize(("hidden", "vocab"), [(256, 48), (64, 5000)], ids=["wide", "of many words"])
 async def test_a_step_of_an_engine_is_bounded(
     dtype: str, compiled: bool, temperature: float, hidden: int, vocab: int, monkeypatch: pytest.MonkeyPatch
@@ -265,7 +265,7 @@ def kept_by(decoder: Decoder, settings: TrainerSettings, lengths: list[int]) -> 
 
 @pytest.mark.parametrize("lengths", [[100] * 4, [100, 60, 33, 20, 90, 90]], ids=["even", "ragged"])
 @pytest.mark.parametrize("checkpointing", [False, True, 0.5])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.runs)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activations_are_bounded(family: str, dtype: str, checkpointing: float, lengths: list[int]):
     wide = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 6}
@@ -286,7 +286,7 @@ def test_activations_are_bounded(family: str, dtype: str, checkpointing: float, 
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.runs)])
 def test_activations_beside_an_adapter_are_bounded(dtype: str, checkpointing: bool):
     wide = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 6}
     arch, lengths = Architecture.from_dict(SHAPE | wide | FAMILIES["qwen3"]), [100, 60, 33, 20, 90, 90]

@@ -121,6 +121,7 @@ async def counted(config: RunConfig, model: Path, folder: Path) -> dict[str, int
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.runs
 async def test_what_is_predicted_is_what_is_held(name: str, model: Path, tmp_path: Path):
     config, arch = recipe(*SETTINGS[name], model=str(model)), Architecture.from_folder(model)
     found, turns = await counted(config, model, tmp_path), plan_of(config).takes_turns

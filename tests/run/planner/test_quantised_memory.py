@@ -51,7 +51,7 @@ def test_each_rank_holds_the_whole_base_and_its_share_of_the_rest():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.runs)])
 def test_activations_and_one_matrix_are_bounded(dtype: str, checkpointing: bool):
     lora = {"rank": 8, "base_dtype": "nf4"}
     given = {"dtype": dtype, "checkpointing": checkpointing, "device": "cpu", "lora": lora}
