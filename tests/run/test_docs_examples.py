@@ -71,7 +71,7 @@ def test_the_program_of_the_readme(tmp_path):
 
 
 async def test_the_agent_of_the_page_on_agents():
-    program, *_ = programs("agents.md")
+    (program,) = (each for each in programs("agents.md") if "told_twice" in each)
     linecache.cache["agents.md"] = (len(program), None, program.splitlines(keepends=True), "agents.md")
     scope = {"__name__": "example"}
     exec(compile(program, "agents.md", "exec"), scope)
@@ -83,3 +83,18 @@ async def test_the_agent_of_the_page_on_agents():
     episodes = EpisodeSetup(env, tokenizer, params, 1000, 60.0)
     rows = await episodes.play(task, engine, "k", rollout_seeds(0, 0, 0))
     assert rows[-1].outcome == Score(1.0) and [row.turns for row in rows] == [2, 1] and rows[-1].parent is None
+
+
+@pytest.mark.runs
+def test_the_ten_minutes_of_the_page_on_agents(tmp_path):
+    pytest.importorskip("openai")
+    page = (DOCS / "agents.md").read_text(encoding="utf-8")
+    (program,) = (each for each in programs("agents.md") if "AsyncOpenAI" in each and "random" in each)
+    (recipe,) = re.findall(r"^```toml\n(run_dir.*?)^```", page, re.S | re.M)
+    (tmp_path / "my_agent.py").write_text(program)
+    (tmp_path / "recipe.toml").write_text(recipe)
+    few = ["steps=2", "rollout.groups=2", "rollout.group_size=4", "warmup.accuracy=0", "eval.final_tasks=8", "eval.every=0"]
+    command = [sys.executable, "-m", "tidemill.cli.main", "train", "recipe.toml", *few]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 steps" in done.stdout and "runs/sorting" in done.stdout
