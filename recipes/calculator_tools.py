@@ -41,15 +41,15 @@ TOOLS = ToolSet([add, multiply])
 
 
 def tasks(split: str) -> list[Task]:
-    """Pairs of numbers; those of the held-out tasks are in no training task."""
+    """A tenth of all pairs of numbers is held out."""
+    pairs = list(product(range(10, 100), repeat=2))
+    random.Random("calculator").shuffle(pairs)
     found = []
-    for a, b in product(range(10, 100), repeat=2):
-        if ((a + b) % 10 == 0) is (split == "eval"):
-            for sign, name, result in (("*", "multiply", a * b), ("+", "add", a + b)):
-                replies = ["assistant", f"{name}({a}, {b})"], ["tool", str(result)], ["assistant", str(result)]
-                shown = [{"role": role, "content": content} for role, content in replies]
-                found.append(Task(f"{a}{sign}{b}=", f"{a}{sign}{b}=", {"answer": str(result), "demonstration": shown}))
-    random.Random(split).shuffle(found)
+    for a, b in pairs[: len(pairs) // 10] if split == "eval" else pairs[len(pairs) // 10 :]:
+        for sign, name, result in (("*", "multiply", a * b), ("+", "add", a + b)):
+            replies = ["assistant", f"{name}({a}, {b})"], ["tool", str(result)], ["assistant", str(result)]
+            shown = [{"role": role, "content": content} for role, content in replies]
+            found.append(Task(f"{a}{sign}{b}=", f"{a}{sign}{b}=", {"answer": str(result), "demonstration": shown}))
     return found
 
 
