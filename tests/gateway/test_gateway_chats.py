@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import openai
 import pytest
 from gateway.recording_chat import HELLO, TOOL, RecordingChat, calling, said
@@ -13,23 +11,6 @@ from tidemill.core.errors import ContextFull, EpisodeOver
 from tidemill.core.reply import Reply
 from tidemill.core.types import Finish
 from tidemill.gateway.gateway import Gateway, serve_chat
-
-
-@pytest.fixture
-def chat() -> RecordingChat:
-    return RecordingChat()
-
-
-@pytest.fixture
-async def model(chat: RecordingChat) -> AsyncIterator[Gateway]:
-    async with serve_chat(chat) as model:
-        yield model
-
-
-@pytest.fixture
-async def client(model: Gateway) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=model.url, api_key=model.key, max_retries=0, timeout=60) as client:
-        yield client
 
 
 async def test_a_conversation_reaches_the_chat_as_it_was_written(client: AsyncOpenAI, chat: RecordingChat) -> None:

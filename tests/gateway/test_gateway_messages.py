@@ -14,7 +14,7 @@ from tidemill.core.constraints import json_schema
 from tidemill.core.errors import ContextFull, EpisodeOver
 from tidemill.core.reply import Reply
 from tidemill.core.types import Finish
-from tidemill.gateway.gateway import Gateway, serve_chat
+from tidemill.gateway.gateway import Gateway
 
 PATH = "/v1/messages"
 BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
@@ -23,17 +23,6 @@ OFFERED = {
     "type": "function",
     "function": {"name": "look_up", "description": "Looks a word up.", "parameters": TOOL["input_schema"]},
 }
-
-
-@pytest.fixture
-def chat() -> RecordingChat:
-    return RecordingChat()
-
-
-@pytest.fixture
-async def model(chat: RecordingChat) -> AsyncIterator[Gateway]:
-    async with serve_chat(chat) as model:
-        yield model
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -14,7 +13,6 @@ from openai import AsyncOpenAI
 from tidemill.core.constraints import JSON_OBJECT, json_schema, regex
 from tidemill.core.types import Finish
 from tidemill.gateway import stored_responses
-from tidemill.gateway.gateway import Gateway, serve_chat
 
 TOOL = {
     "type": "function",
@@ -24,23 +22,6 @@ TOOL = {
     "strict": False,
 }
 OFFERED = {"type": "function", "function": {key: TOOL[key] for key in ("name", "description", "parameters")}}
-
-
-@pytest.fixture
-def chat() -> RecordingChat:
-    return RecordingChat()
-
-
-@pytest.fixture
-async def model(chat: RecordingChat) -> AsyncIterator[Gateway]:
-    async with serve_chat(chat) as model:
-        yield model
-
-
-@pytest.fixture
-async def client(model: Gateway) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=model.url, api_key=model.key, max_retries=0, timeout=60) as client:
-        yield client
 
 
 async def test_a_text_and_instructions(client: AsyncOpenAI, chat: RecordingChat) -> None:
