@@ -290,8 +290,9 @@ class TemplateRenderer(Renderer):
             closed, full = self._render(before, False), self.whole([*before, *messages])
             place = closed.rfind(end, len(self._sent)) + len(end)
             if closed.startswith(self._sent) and place >= len(self._sent) + len(end) and full.startswith(closed[:place]):
-                same = closed[len(self._sent) : place - len(end)] in said
-                yield Tail(full[place:], full, [*before, *messages], same)
+                shown = closed[len(self._sent) : place - len(end)]
+                if str(parts.get("reasoning_content") or "").strip() in shown:  # else the template takes thoughts out
+                    yield Tail(full[place:], full, [*before, *messages], shown in said)
 
     def _contents(self, text: str, messages: Messages) -> Iterator[str]:
         yield text
