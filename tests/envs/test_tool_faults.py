@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from test_conversations_with_tools import HERMES
 
 import tidemill
 from tidemill.core.chat_interface import Chat
-from tidemill.core.errors import SandboxFailed
+from tidemill.core.episode_counts import counting
+from tidemill.core.errors import CodecError, SandboxFailed
 from tidemill.core.types import InfraError, Score, Task
+from tidemill.envs import episode_protocol as wire
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.environment_settings import EnvironmentWorkers
-from tidemill.envs.episode_workers import WorkerEnvironment
+from tidemill.envs.episode_workers import EpisodeReplies, WorkerEnvironment
 from tidemill.tools.tool_set import ToolSet
 
 FILE = Path(__file__).with_name("environments_of_faults.py")
@@ -82,6 +85,17 @@ async def test_a_tool_that_kills_or_stops_its_worker(sign: str, how: str, tmp_pa
 
 async def by_tools(task: Task, chat: Chat) -> Any:
     raise AssertionError("it runs in a worker")
+
+
+def test_a_worker_counts_nothing_else() -> None:
+    told: list[str] = []
+    with counting(told.extend):
+        replies = EpisodeReplies(None)
+    call: Any = SimpleNamespace(id=7)
+    replies.hear(call, wire.EpisodeCounted(["tools/calls", "tools/late"]))
+    with pytest.raises(CodecError, match="episode 7 counted what nobody counts"):
+        replies.hear(call, wire.EpisodeCounted(["tools/calls", "tokens"]))
+    assert told == ["tools/calls", "tools/late"]
 
 
 async def test_a_slow_tool() -> None:
