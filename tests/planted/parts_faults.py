@@ -1,6 +1,5 @@
 """Faults of what an agent's parts count, and of what they do when they fail. See `faults`."""
 
-# ruff: noqa: E501
 from __future__ import annotations
 
 from faults import Fault

@@ -94,7 +94,7 @@ TABLE: dict[tuple[str, str], list[str]] = {
 
 
 @cache
-def tests_in(path: str) -> set[str]:
+def defined_in(path: str) -> set[str]:
     tree = ast.parse((TESTS / path).read_text())
     return {each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
 
@@ -104,7 +104,7 @@ def tests_in(path: str) -> set[str]:
 def test_each_cell_has_tests_and_they_are_there(part: str, fault: str) -> None:
     for named in TABLE[part, fault]:
         path, _, name = named.partition("::")
-        assert name in tests_in(path), named
+        assert name in defined_in(path), named
 
 
 def test_there_are_no_other_cells() -> None:

@@ -40,7 +40,7 @@ def counting(recorder: Recorder) -> Iterator[None]:
 
 def recorder_here() -> Recorder:
     """The recorder of the present episode, for code that will run in the tasks of others; else one that drops all."""
-    return _recorder.get() or _dropped
+    return _recorder.get() or _dropped  # bounded: a context variable
 
 
 def counted(*names: str) -> None:
