@@ -27,7 +27,7 @@ TOKENIZERS: dict[str, Tokenizer] = {
 }
 
 
-ASKED: ContextVar[Messages] = ContextVar("ASKED")
+ASKED: ContextVar[Any] = ContextVar("ASKED")
 
 
 def user(text: str) -> dict[str, Any]:
@@ -41,10 +41,12 @@ def said(text: str) -> dict[str, Any]:
 class RandomEngine:
     """Says random texts in random ids, mostly others than the text is encoded as; answers after a while."""
 
+    openings = ("", "<think>hm</think>", "<think>well ")  # of its texts
+
     def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
         self.tokenizer, self.rng = tokenizer, rng
         self.calls: list[tuple[GenerateRequest, Completion]] = []
-        self.asked: list[Messages] = []  # the conversation behind each call
+        self.asked: list[Any] = []  # the conversation behind each call
         self.version = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -69,12 +71,13 @@ class RandomEngine:
         return made
 
     def _ids(self) -> list[int]:
-        text = self.rng.choice(["", "<think>hm</think>", "<think>well "]) + "".join(
-            self.rng.choice("abc 12") for _ in range(self.rng.randint(1, 6))
-        )
+        text = self._text()
         if self.rng.random() < 0.5:
             return self.tokenizer.encode(text, add_special_tokens=False)
         return [i for each in text for i in self.tokenizer.encode(each, add_special_tokens=False)]
+
+    def _text(self) -> str:
+        return self.rng.choice(self.openings) + "".join(self.rng.choice("abc 12") for _ in range(self.rng.randint(1, 6)))
 
     async def abort(self, key: str) -> None:
         raise AssertionError("nothing is aborted here")
@@ -86,10 +89,12 @@ class RandomEngine:
 class Agent:
     """Holds conversations and goes on with them at random, as agents do: see the module."""
 
-    def __init__(self, tokenizer: Tokenizer, rng: random.Random, engine: Sampler, context: int = 4000) -> None:
+    context, most = 4000, 40  # tokens: of all, of a reply
+
+    def __init__(self, tokenizer: Tokenizer, rng: random.Random, engine: Sampler, context: int = 0) -> None:
         self.rng, self.tokenizer = rng, tokenizer
-        params = SamplingParams(stop_ids=(self.tokenizer.eos_token_id,), max_tokens=40)
-        how: dict[str, Any] = {"context": context, "key": "k", "seeds": rollout_seeds(0, 0, 0)}
+        params = SamplingParams(stop_ids=(self.tokenizer.eos_token_id,), max_tokens=self.most)
+        how: dict[str, Any] = {"context": context or self.context, "key": "k", "seeds": rollout_seeds(0, 0, 0)}
         self.chat = EpisodeChat(engine, tokenizer, params, **how)
         self.known: list[Messages] = []  # conversations that end with a reply
         self.asked: list[Messages] = []
@@ -107,7 +112,7 @@ class Agent:
                 return list(self.rng.choice(self.asked))
             case "rewrite":
                 place = self.rng.randrange(len(before))
-                before[place] = {**before[place], "content": before[place]["content"][:-1] + self.word()}
+                before[place] = {**before[place], "content": (before[place].get("content") or "")[:-1] + self.word()}
                 return [*before, user(self.word())]
             case "compact":
                 return [*before[:1], user("all before " + self.word()), *before[-1:], user(self.word())]
@@ -121,12 +126,15 @@ class Agent:
         self.known.append([*messages, said((await self.chat.complete(messages)).text)])
 
     async def play(self) -> list[Trajectory]:
+        await self.talk()
+        return self.chat.rows(Score(1.0))
+
+    async def talk(self) -> None:
         for _ in range(self.rng.randint(1, 9)):
             if self.rng.random() < 0.3:
                 await asyncio.gather(*(self.ask(self.next()) for _ in range(self.rng.randint(2, 4))))
             else:
                 await self.ask(self.next())
-        return self.chat.rows(Score(1.0))
 
 
 def check_record(rows: list[Trajectory], calls: list[tuple[GenerateRequest, Completion]]) -> None:

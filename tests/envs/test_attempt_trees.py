@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from random_agents import TOKENIZERS, Agent, RandomEngine, check_record, check_text, said, user
+from random_agents import LETTERS, TOKENIZERS, Agent, RandomEngine, check_record, check_text, said, user
+from random_clients import WITH_TOOLS, CallingEngine, Client, check_shown
 from scripted_engine import ScriptedEngine, says
 
 from tidemill.core.errors import ContextFull
@@ -15,6 +17,7 @@ from tidemill.core.serialization import encode
 from tidemill.core.types import Finish, GenerateRequest, SamplingParams, Score
 from tidemill.envs.attempt_tree import common
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
+from tidemill.gateway.gateway import serve_chat
 from tidemill.models.tokenizer import Tokenizer
 
 
@@ -29,6 +32,27 @@ async def test_random_trees_record_each_sampled_token_once(name: str) -> None:
         check_text(tokenizer, engine)
         forks += sum(row.parent is not None for row in rows)
     assert forks > 30, "hardly anything was forked"
+
+
+@pytest.mark.parametrize("number", [8, pytest.param(50, marks=pytest.mark.runs)])
+@pytest.mark.parametrize("name", [*TOKENIZERS, *WITH_TOOLS])
+async def test_random_trees_of_clients_that_try_again(name: str, number: int) -> None:
+    """By HTTP, with tools where the template shows them: a request that is sent again is one call, and one sample."""
+    forks, sent = 0, Counter[str]()
+    async with serve_chat(chat_with(None, LETTERS)):  # the server stays from tree to tree
+        for seed in range(number):
+            tokenizer, rng = (TOKENIZERS | WITH_TOOLS)[name], random.Random(seed)
+            engine = CallingEngine(tokenizer, rng, name in WITH_TOOLS)
+            client = Client(tokenizer, rng, engine)
+            rows = await client.play()
+            check_record(rows, engine.calls)
+            check_shown(tokenizer, engine)
+            counts = client.model.counts
+            assert len(engine.calls) == len(client.asked) == counts["calls"], "a retry was sampled anew"
+            assert counts["retries"] >= counts["calls"] - client.sent["once"] and not counts["abandoned"]
+            forks += sum(row.parent is not None for row in rows)
+            sent += client.sent
+    assert forks > number / 3 and min(sent[how] for how in ("once", "told", "beside", "left")) > number / 2, (forks, sent)
 
 
 def chat_with(engine: Any, tokenizer: Tokenizer, context: int = 1000) -> EpisodeChat:

@@ -25,8 +25,8 @@ GATEWAY_FAULTS = [
     ),
     Fault(
         "a call that nobody waits for goes on for ever",
-        '            self.counts["abandoned"] += 1\n            call.work.cancel()',
-        '            self.counts["abandoned"] += 1',
+        '            self._count("abandoned")\n            call.work.cancel()',
+        '            self._count("abandoned")',
         "gateway/test_gateway_robustness.py::test_a_client_that_leaves_ends_its_call_after_a_while",
     ),
     Fault(
@@ -55,8 +55,8 @@ GATEWAY_FAULTS = [
     ),
     Fault(
         "a failed program has a score",
-        "        if late or how:",
-        "        if late:",
+        "        if how:\n            return _failed(how)\n",
+        "",
         "envs/test_agent_commands.py::test_every_end_of_a_program_has_its_outcome",
     ),
     Fault(

@@ -39,6 +39,14 @@ def test_every_recipe_takes_the_plain_keys():
     assert config.env.dataset == "gcd" and config.algorithm.advantage == "rloo"
 
 
+def test_an_agent_is_late_before_its_episode_is():
+    agent = "env={kind='agent',command='python a.py',data='a.jsonl',limit_s=%g}"
+    assert load(agent % 599).env.limit_s == 599
+    with pytest.raises(ConfigError, match=r"env.limit_s = 600 is not less than rollout.episode_s = 600"):
+        load(agent % 600)
+    assert load(agent % 600, "rollout.episode_s=601").rollout.episode_s == 601
+
+
 @pytest.mark.parametrize(
     ("given", "goes"),
     [

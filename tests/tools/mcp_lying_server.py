@@ -42,6 +42,9 @@ def lie(number: object) -> None:
         time.sleep(600)
     elif how == "deaf":
         time.sleep(600)
+    elif how == "ten thousand answers":
+        for text in ["the first", *["another"] * 9_999]:
+            answer(number, result={"content": [{"type": "text", "text": text}]})
     elif how == "error":
         answer(number, error={"code": -32603, "message": "broken"})
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tidemill.controller.policy_pools import AnyRoute, Pool
 from tidemill.core.bounded_await import bounded
+from tidemill.core.episode_counts import counted, counting
 from tidemill.core.errors import EnvironmentLost, EpisodeFailed, EpisodeOver, Overdue, WorkerLost
 from tidemill.core.interfaces import Environment, Sampler
 from tidemill.core.outcomes import clip, fitting, outcome_of, outcomes_of
@@ -63,12 +65,22 @@ class EpisodeSetup:
         return replace(self, context=min(self.context, context))
 
     async def play(
-        self, task: Task, engine: Sampler, key: str, seeds: Callable[[int], int], sample: int = 0, again: bool = False
+        self, task: Task, engine: Sampler, key: str, seeds: Callable[[int], int], sample: int = 0
     ) -> list[Trajectory]:
         """The rows of one attempt. Its outcome, on the last one, is None when the environment leaves it to `judge`.
 
         An attempt that is lost with its worker, perhaps by a sibling's fault, is begun anew with the same seeds, once.
+        What its parts counted, see `core.episode_counts`, stands in the last row's `info`.
         """
+        counts = Counter[str]()
+        with counting(counts.update):
+            rows = await self._played(task, engine, key, seeds, sample)
+        rows[-1].info |= {name: float(count) for name, count in counts.items()}
+        return rows
+
+    async def _played(
+        self, task: Task, engine: Sampler, key: str, seeds: Callable[[int], int], sample: int, again: bool = False
+    ) -> list[Trajectory]:
         how: dict[str, Any] = {"context": self.context, "vocab": self.vocab, "extras": self.extras, "frozen": self.frozen}
         how["policy"] = self.policies.get(task.env, self.policies.get("", "policy"))
         chat = EpisodeChat(engine, self.tokenizer, self.params, **how, key=key, seeds=seeds, sample=sample)
@@ -86,8 +98,10 @@ class EpisodeSetup:
             if chat.failure is not None:  # the engine's failure, passing through the user's code
                 raise chat.failure from None
             await engine.abort(key)
+            if isinstance(error, WorkerLost):
+                counted("workers/lost")
             if isinstance(error, WorkerLost) and not again:
-                return await self.play(task, engine, key, seeds, sample, again=True)
+                return await self._played(task, engine, key, seeds, sample, again=True)
             logger.warning("environment %s raised on task %s", self.environment.name, task.id, exc_info=error)
             reason = f"the episode took longer than {self.limit_s:g} s" if isinstance(error, Overdue) else _reason(error)
             outcome, finish = InfraError(reason), Finish.ENV_ERROR

@@ -20,6 +20,7 @@ from tidemill.controller.circuit_breaker import Change
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.controller.evaluation import MOST_PARTS
 from tidemill.controller.policy_pools import Pool
+from tidemill.core.episode_counts import counts_in
 from tidemill.core.errors import PeerLost
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.outcomes import parts_of
@@ -76,6 +77,8 @@ def count(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
     for t in group.ends:
         metrics.add("infra_errors", isinstance(t.outcome, InfraError))
         metrics.add("unscorable", isinstance(t.outcome, Unscorable))
+        for name, number in counts_in(t.info).items():
+            metrics.add(name, number)
 
 
 def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
@@ -118,6 +121,7 @@ class Totals:
     outcomes: Counter[str] = field(default_factory=Counter)  # scored, unscorable, infra_errors
     cut: Counter[Limit] = field(default_factory=Counter)  # attempts, by the limit that ended their last reply
     reasons: Counter[str] = field(default_factory=Counter)  # reasons for a missing score, the first MOST_REASONS of them
+    counts: Counter[str] = field(default_factory=Counter)  # of tools, gateways, ...: see `core.episode_counts`
     pauses: int = 0  # of admission, by the breaker
     paused_s: float = 0.0
     paused_for: str = ""  # why judging failed, the latest time
@@ -175,6 +179,8 @@ class Monitor:
     def _judged(self, group: Group) -> None:
         """Count the outcomes, and show the first attempt without a score of each kind."""
         self.totals.cut.update(limits(t for t in group.ends if t.sample != GREEDY))
+        for t in group.ends:
+            self.totals.counts.update(counts_in(t.info))
         for outcome in (t.outcome for t in group.ends):
             kind = "infra_errors" if isinstance(outcome, InfraError) else "scored"
             kind = "unscorable" if isinstance(outcome, Unscorable) else kind

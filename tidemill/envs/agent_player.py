@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tidemill.core.chat_interface import Chat
+from tidemill.core.episode_counts import counted
 from tidemill.core.hardware import usable_cores
 from tidemill.core.outcomes import clip, outcome_of
 from tidemill.core.types import Outcome, Score, Task, Unscorable
@@ -39,6 +40,7 @@ class AgentPlayer(Protocol):
 
 async def play_task(player: AgentPlayer, task: Task, chat: Chat) -> Outcome | None:
     """Play one episode with the chat as the program's model. Raises the chat's own exception."""
+    counted("agent/runs")
     async with serve_chat(chat) as model:
         return await player.play(task, model)
 
@@ -72,11 +74,13 @@ class ProgramPerEpisode:
         finally:
             if process is not None:
                 how = await process.close()
-        if late or how:
-            return Unscorable(f"the agent took longer than {self._limit_s:g} s" if late else f"the agent {how}")
+        if late:
+            return _late(self._limit_s)
+        if how:
+            return _failed(how)
         if self._judged:
             return None
-        return outcome_of_verdict(said[0]) if said else Unscorable(NO_SCORE)
+        return outcome_of_verdict(said[0]) if said else _unscored(NO_SCORE)
 
     async def close(self) -> None:
         return None
@@ -95,10 +99,11 @@ class ProgramPerRun:
         self._process: AgentProcess | None = None
         self._starting = asyncio.Lock()
         self._open: dict[str, asyncio.Future[Any]] = {}
+        self._lines = 0  # that it has printed
 
     async def play(self, task: Task, model: Gateway) -> Outcome | None:
         name = secrets.token_hex(8)
-        process = await self._running()
+        process, lines = await self._running(), self._lines
         answer = self._open[name] = asyncio.get_running_loop().create_future()
         given = described(task, name) | {"base_url": model.url, "api_key": model.key, "model": model.model}
         given["anthropic_base_url"] = model.anthropic_url
@@ -110,8 +115,10 @@ class ProgramPerRun:
         if answer.done():
             return None if self._judged else outcome_of_verdict(answer.result())
         if process.ended:
-            return Unscorable(f"the agent {await self._replaced(process)}")
-        return Unscorable(f"the agent took longer than {self._limit_s:g} s")
+            return _failed(await self._replaced(process))
+        if not model.failing.done() and self._lines == lines:  # it may be stopped, and all that follow would be late
+            await process.close()
+        return _late(self._limit_s)
 
     async def close(self) -> None:
         if self._process is not None:
@@ -129,6 +136,7 @@ class ProgramPerRun:
         return await process.close() or "ended before it had answered"
 
     def _hear(self, line: bytes) -> None:
+        self._lines += 1
         message = _message(line)
         answer = self._open.get(message["id"]) if message is not None else None
         if answer is not None and not answer.done():
@@ -158,10 +166,25 @@ def outcome_of_verdict(message: dict[str, Any]) -> Outcome:
     """The outcome that a program gave: its score with parts, or the reason why there is none."""
     value = message.get("score")
     if value is None:
-        return Unscorable(clip(str(message.get("reason") or "the agent gave no score")))
+        return _unscored(clip(str(message.get("reason") or "the agent gave no score")))
     outcome = outcome_of(value, "the agent")
     parts = message.get("parts") or {}
     return outcome_of(Score(outcome.value, parts), "the agent") if isinstance(outcome, Score) and parts else outcome
+
+
+def _late(limit_s: float) -> Unscorable:
+    counted("agent/late")
+    return Unscorable(f"the agent took longer than {limit_s:g} s")
+
+
+def _failed(how: str) -> Unscorable:
+    counted("agent/failed")
+    return Unscorable(f"the agent {how}")
+
+
+def _unscored(reason: str) -> Unscorable:
+    counted("agent/unscored")
+    return Unscorable(reason)
 
 
 def _message(line: bytes) -> dict[str, Any] | None:

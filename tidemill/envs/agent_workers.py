@@ -23,7 +23,7 @@ class AgentWorkers(WorkerEnvironment):
             _MODULE,
             f"the worker of agent {self.name}",
             results=wire.EpisodeResult,
-            notes=wire.Ask | wire.Withdraw,
+            notes=wire.EpisodeNote,
             memory_mb=settings.memory_mb,
             most=wire.MAX_FRAME,
             patience_s=settings.limit_s,

@@ -1,7 +1,7 @@
 """Messages between the controller and an environment worker, in the frames of `runtime.workers`.
 
     calls   LoadEnvironment -> nothing; then Begin -> EpisodeEnded, JudgeRequest -> outcomes, in any number
-    notes   Ask or Withdraw from a worker; EpisodeAnswer or ReplyRefused to an Ask
+    notes   Ask, Withdraw or EpisodeCounted from a worker; EpisodeAnswer or ReplyRefused to an Ask
 
 Within an episode, turns are numbered. Those of whole conversations may be under way at a time; any other waits alone.
 """
@@ -68,6 +68,12 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
     turn: int
 
 
+class EpisodeCounted(msgspec.Struct, frozen=True, tag=True):
+    """Names of `core.episode_counts`, each of which counts one more in this episode."""
+
+    names: list[str]
+
+
 class EpisodeEnded(msgspec.Struct, frozen=True, tag=True):
     """The end of an episode. finish: set when the environment did not catch the end of its chat, with the reason."""
 
@@ -76,5 +82,6 @@ class EpisodeEnded(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
 
 
+EpisodeNote = Ask | Withdraw | EpisodeCounted
 EpisodeRequest = LoadEnvironment | Begin | JudgeRequest
 EpisodeResult = EpisodeEnded | list[Score | Unscorable | InfraError] | None

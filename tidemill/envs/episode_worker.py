@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tidemill.core import fault_injection
 from tidemill.core.constraints import constraint_of
+from tidemill.core.episode_counts import Recorder, counting
 from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Environment
@@ -138,10 +140,25 @@ class EpisodeHandler:
         chat = RemoteChat(channel)
         fault_injection.reach(ROLE, "episode", channel.id)
         try:
-            outcome = await self._environment.run(request.task, chat)
+            with counting(_told(channel)):
+                outcome = await self._environment.run(request.task, chat)
         except EpisodeOver as over:
             return wire.EpisodeEnded(None, over.finish, str(over))
         return wire.EpisodeEnded(None if outcome is None else outcome_of(outcome, self._name))
+
+
+def _told(channel: Channel) -> Recorder:
+    """A recorder that tells the controller at once, so that what a worker counted before it is killed is known."""
+    loop, home = asyncio.get_running_loop(), threading.get_ident()
+
+    def record(names: Sequence[str]) -> None:
+        note = wire.EpisodeCounted([*names])
+        if threading.get_ident() == home:
+            channel.tell(note)
+        else:  # a user's function in a thread: frames are written by one thread
+            loop.call_soon_threadsafe(channel.tell, note)
+
+    return record
 
 
 def _refused(note: wire.ReplyRefused) -> Exception:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.core.chat_interface import Chat
+from tidemill.core.episode_counts import NAMES, recorder_here
 from tidemill.core.errors import CodecError, EnvironmentLost, EpisodeOver, NotImportable, NoWorkers
 from tidemill.core.interfaces import Environment, Gold
 from tidemill.core.notebook_source.module_writer import reference_for
@@ -35,10 +36,15 @@ class EpisodeReplies:
     """The replies to one episode in a worker; `chat` is None for a judgement, which gets none."""
 
     def __init__(self, chat: Chat | None) -> None:
-        self._chat, self._turn = chat, 0
+        self._chat, self._turn, self._record = chat, 0, recorder_here()
         self._open: dict[int, asyncio.Task[None]] = {}  # by turn
 
-    def hear(self, call: OpenCall, note: wire.Ask | wire.Withdraw) -> None:
+    def hear(self, call: OpenCall, note: wire.EpisodeNote) -> None:
+        if isinstance(note, wire.EpisodeCounted):
+            if not NAMES.issuperset(note.names):
+                raise CodecError(f"episode {call.id} counted what nobody counts")
+            self._record(note.names)
+            return
         if isinstance(note, wire.Withdraw):
             if (withdrawn := self._open.get(note.turn)) is not None:
                 withdrawn.cancel()
@@ -84,7 +90,7 @@ class WorkerEnvironment:
             _MODULE,
             f"the worker of environment {self.name}",
             results=wire.EpisodeResult,
-            notes=wire.Ask | wire.Withdraw,
+            notes=wire.EpisodeNote,
             memory_mb=settings.memory_mb,
             most=wire.MAX_FRAME,
             patience_s=settings.limit_s,

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tidemill.core.chat_interface import Chat
+from tidemill.core.episode_counts import recorder_here
 from tidemill.core.errors import ApiError, ContextFull, EpisodeOver
 from tidemill.core.reply import Reply
 from tidemill.gateway.dialects import Messages, ModelCall
@@ -56,6 +57,7 @@ class EpisodeCalls:
         self._kept, self._open = 0, 0
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._stored = StoredResponses()
+        self._record = recorder_here()  # requests come in tasks of the server, which are of no episode
         self.over = ""  # why there are no further replies
         self.counts: dict[str, int] = dict.fromkeys(("calls", "retries", "abandoned", "refused", "faults", "tokens"), 0)
         self.failure: Exception | None = None  # of the chat itself, which is no fault of the agent
@@ -71,7 +73,7 @@ class EpisodeCalls:
         key = hashlib.sha256(path.encode() + b"\0" + raw).hexdigest(), headers.get("idempotency-key", "")
         again = bool(key[1]) or headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
         if (known := self._known(key, again)) is not None:
-            self.counts["retries"] += 1
+            self._count("retries")
             return known
         self._expect_open()
         if self._open >= MOST_CALLS:
@@ -79,7 +81,7 @@ class EpisodeCalls:
         call = GatewayCall(len(raw))
         if not self.asked.done():
             self.asked.set_result(None)
-        self.counts["calls"] += 1
+        self._count("calls")
         self._open += 1
         self._calls.setdefault(key, []).append(call)
         call.work = asyncio.create_task(self._replies(asked, call))
@@ -116,7 +118,7 @@ class EpisodeCalls:
 
     def refusal(self, error: Exception) -> ApiError:
         """The answer to an agent whose call has no replies."""
-        self.counts["refused"] += 1
+        self._count("refused")
         if isinstance(error, ApiError):
             return error
         if isinstance(error, ContextFull):
@@ -169,8 +171,14 @@ class EpisodeCalls:
         finally:
             self._turns.release()
         self.counts["tokens"] += reply.tokens
-        self.counts["faults"] += len(reply.faults)
+        for _ in reply.faults:
+            self._count("faults")
         return reply
+
+    def _count(self, kind: str) -> None:
+        """Add 1 to a count, here and in the episode's counts."""
+        self.counts[kind] += 1
+        self._record([f"gateway/{kind}"])
 
     def _expect_open(self) -> None:
         """Raise ApiError when there are no further replies."""
@@ -206,5 +214,5 @@ class EpisodeCalls:
     def _abandon(self, call: GatewayCall) -> None:
         """End a call that nobody waits for any more."""
         if not call.waiting and call.work is not None and not call.work.done():
-            self.counts["abandoned"] += 1
+            self._count("abandoned")
             call.work.cancel()

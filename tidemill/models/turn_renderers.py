@@ -14,9 +14,8 @@ The reply becomes the message that renders as what was sampled: a generation pro
 template may add a space of its own. Outer whitespace is not history: if a template trims or pads a reply, the record's
 text merely differs from the rendering, which is counted (`text_differs`).
 
-The tail is encoded in its place, after the ids since the last added token: text is split at added tokens, so nothing
-before them matters. If encoding that text does not give those ids again, because what was sampled is no encoding of its
-text, the tail is encoded by itself, which is counted too (`encoded_alone`).
+The tail is encoded in its place, after the ids since the last added token, where text is split. If that does not give
+those ids again, because what was sampled is no encoding of its text, it is encoded by itself (counted: `encoded_alone`).
 """
 
 from __future__ import annotations
@@ -290,8 +289,9 @@ class TemplateRenderer(Renderer):
             closed, full = self._render(before, False), self.whole([*before, *messages])
             place = closed.rfind(end, len(self._sent)) + len(end)
             if closed.startswith(self._sent) and place >= len(self._sent) + len(end) and full.startswith(closed[:place]):
-                same = closed[len(self._sent) : place - len(end)] in said
-                yield Tail(full[place:], full, [*before, *messages], same)
+                shown = closed[len(self._sent) : place - len(end)]
+                if str(parts.get("reasoning_content") or "").strip() in shown:  # else the template takes thoughts out
+                    yield Tail(full[place:], full, [*before, *messages], shown in said)
 
     def _contents(self, text: str, messages: Messages) -> Iterator[str]:
         yield text

@@ -21,6 +21,7 @@ from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.remote.server_settings import ServerSettings
 from tidemill.envs.environment_settings import (
     NO_REWARD,
+    AgentSettings,
     EnvSettings,
     RowsSettings,
     ScoringSettings,
@@ -244,6 +245,12 @@ class RunConfig(Config):
                 yield (
                     "env.reward_weights does not go with gdpo, which weighs each reward after it is normalised: give "
                     "algorithm = { name = 'gdpo', weights = { NAME = 0.5 } }"
+                )
+            if isinstance(env, AgentSettings) and env.limit_s >= self.rollout.episode_s:
+                yield (
+                    f"env.limit_s = {env.limit_s:g} is not less than rollout.episode_s = {self.rollout.episode_s:g}, at "
+                    "which an episode is an infrastructure error, so that no agent would ever be late: lower it, or raise "
+                    "rollout.episode_s"
                 )
         if self.deterministic and (self.data.order != "shuffled" or self.data.retire):
             yield (

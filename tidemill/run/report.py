@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tidemill.controller.evaluation import errors_apart, interval
 from tidemill.controller.offline_groups import FIGURES
 from tidemill.controller.run_monitor import Totals
+from tidemill.core.episode_counts import counts_in
 from tidemill.core.hardware import usable_cores
 from tidemill.core.types import Metrics
 from tidemill.envs.environment_mixture import sandboxes_of
@@ -53,7 +54,7 @@ def make_report(session: Session, before: int, wall_s: float) -> dict[str, Any]:
         "max_lag_seen": totals.max_lag,
         "lags": {str(lag): n for lag, n in sorted(totals.lags.items())},
         "groups": counts.figures(),
-        "judging": judging(totals),
+        **attempts(totals),
         **({"sandbox": levels} if (levels := sandboxes_of(session.environment)) else {}),
         "cut_off": [
             {"by": kind, "tokens": tokens, "attempts": n} for (kind, tokens), n in totals.cut.most_common(MOST_CUTS)
@@ -150,6 +151,11 @@ def engine_tokens(totals: Totals) -> dict[str, int]:
 
 def _engines(totals: Totals) -> list[Metrics]:
     return [done for name, done in totals.counters.items() if done.get("steps") and not name.startswith(REFERENCE)]
+
+
+def attempts(totals: Totals) -> dict[str, Any]:
+    """This process's attempts so far: how they were judged, and what their tools, gateways and agents counted."""
+    return {"judging": judging(totals), "counts": counts_in(totals.counts)}
 
 
 def judging(totals: Totals) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from tidemill.run.preflight.start_checks import (
     note_changed_code,
 )
 from tidemill.run.recipe import RunConfig
-from tidemill.run.report import make_report
+from tidemill.run.report import attempts, make_report
 from tidemill.run.roles import budget_of, placed, preparing
 from tidemill.run.status_file import forget_end, record_failure, reporting
 from tidemill.run.storage.model_folder import ModelFolder, expect_model, named_folder
@@ -200,10 +200,10 @@ class Session:
         """Train from where the record stands to the end, or until the user stops the run."""
         async with self.cluster.watched():
             controller = await build_controller(self, self.cluster)
-            now, folder = partial(position, controller, self.config.steps), self.folder.path
+            folder, totals = self.folder.path, self.monitor.totals
             async with (
                 stop_on_signals(self, controller.stop),
-                reporting(folder, self.cluster.handles, now),
+                reporting(folder, self.cluster.handles, lambda: position(controller, self.config.steps) | attempts(totals)),
                 answering(folder, self.cluster, os.getpid()),
             ):
                 self.done = await controller.run()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Self
 
+from tidemill.core.episode_counts import counted
 from tidemill.core.errors import ConfigError, SandboxFailed
 from tidemill.sandbox.execution import Execution, SandboxedProgram
 from tidemill.sandbox.sandbox_settings import LEVELS, SandboxSettings
@@ -68,31 +69,33 @@ class Sandbox:
 
     async def run(self, program: SandboxedProgram, stdin: bytes = b"") -> Execution:
         """Run a program once. Raises SandboxFailed when the sandbox itself fails, never for what the program does."""
-        async with self._room, self._taken() as supervisor:
-            return await supervisor.run(program, stdin)
+        with _counting():
+            async with self._room, self._taken() as supervisor:
+                return _seen(await supervisor.run(program, stdin))
 
     async def run_pair(self, first: SandboxedProgram, second: SandboxedProgram, stdin: bytes = b"") -> Execution:
         """Run two programs in a sandbox each, connected by their descriptor 3, until the first one ends.
 
         stdin: of the first one; the other has none.
         """
-        async with self._room:
-            ends = socket.socketpair()
-            started = list[SupervisorProcess]()
-            try:
-                for end in ends:
-                    started.append(await SupervisorProcess.start(self.level, self.settings, end.fileno()))
-                    end.close()
-                other = asyncio.create_task(started[1].run(second, b""))
+        with _counting():
+            async with self._room:
+                ends = socket.socketpair()
+                started = list[SupervisorProcess]()
                 try:
-                    return await started[0].run(first, stdin)
+                    for end in ends:
+                        started.append(await SupervisorProcess.start(self.level, self.settings, end.fileno()))
+                        end.close()
+                    other = asyncio.create_task(started[1].run(second, b""))
+                    try:
+                        return _seen(await started[0].run(first, stdin))
+                    finally:
+                        other.cancel()
+                        await asyncio.gather(other, return_exceptions=True)
                 finally:
-                    other.cancel()
-                    await asyncio.gather(other, return_exceptions=True)
-            finally:
-                for end in ends:
-                    end.close()
-                await asyncio.gather(*(each.close() for each in started))
+                    for end in ends:
+                        end.close()
+                    await asyncio.gather(*(each.close() for each in started))
 
     @asynccontextmanager
     async def _taken(self) -> AsyncIterator[SupervisorProcess]:
@@ -122,3 +125,21 @@ class Sandbox:
             self._ready.append(await SupervisorProcess.start(self.level, self.settings))
         except (ConfigError, SandboxFailed):
             return  # whoever needs one starts it, and hears why it does not start
+
+
+@contextmanager
+def _counting() -> Iterator[None]:
+    """Count a run in the episode's counts, and a fault of the sandbox."""
+    counted("sandbox/runs")
+    try:
+        yield
+    except SandboxFailed:
+        counted("sandbox/failed")
+        raise
+
+
+def _seen(done: Execution) -> Execution:
+    """The execution, counted if a limit ended it."""
+    if done.limit:
+        counted("sandbox/limits")
+    return done

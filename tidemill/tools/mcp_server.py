@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from tidemill.core.episode_counts import counted
 from tidemill.core.errors import ConfigError, ToolUnavailable
 from tidemill.tools.function_tool import Tool
 from tidemill.tools.mcp_http import http_streams
@@ -62,6 +63,7 @@ class McpServer:
         self._headers, self._most, self._prefix = dict(headers or {}), sessions, prefix
         self._limit_s, self._start_s, self._restarts = limit_s, start_s, restarts
         self._sessions: list[McpSession] = []
+        self._ending: list[McpSession] = []  # that have failed, and whose processes are being ended
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failures, self._why, self._tried = 0, "", 0.0  # in a row; of the latest one; when it began
         self._tools: list[Tool] | None = None
@@ -78,7 +80,7 @@ class McpServer:
 
     async def close(self) -> None:
         """End all sessions and their processes. A later call opens one again."""
-        sessions, self._sessions = self._sessions, []
+        sessions, self._sessions, self._ending = [*self._sessions, *self._ending], [], []
         await asyncio.gather(*(each.close() for each in sessions))
 
     def _tool(self, described: Any) -> Tool:
@@ -113,7 +115,7 @@ class McpServer:
         """A session that nobody uses, a new one, or the one that is used least."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # sessions of another loop are gone with it
-            self._loop, self._sessions = loop, []
+            self._loop, self._sessions, self._ending = loop, [], []
         for each in list(self._sessions):
             self._noted(each)
         least = min(self._sessions, key=lambda each: each.busy, default=None)
@@ -134,4 +136,6 @@ class McpServer:
         """Leave out a session that has ended, and count it once."""
         if session.ended and session in self._sessions:
             self._sessions.remove(session)
+            self._ending = [each for each in (*self._ending, session) if not each.over]
             self._failures, self._why = self._failures + 1, session.ended
+            counted("mcp/lost")

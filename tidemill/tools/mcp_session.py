@@ -81,6 +81,11 @@ class McpSession:
         if self._client is None:  # it is still opening
             self._task.cancel()
 
+    @property
+    def over(self) -> bool:
+        """True once nothing of it is left."""
+        return self._task.done()
+
     async def close(self) -> None:
         self.fail("was closed")
         await asyncio.wait({self._task}, timeout=CLOSE_S)

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
-from tidemill.core.errors import ConfigError, Overdue, ToolError, ToolUnavailable
+from tidemill.core.episode_counts import counted
+from tidemill.core.errors import ConfigError, EpisodeFailed, Overdue, ToolError, ToolUnavailable
 from tidemill.core.outcomes import clip, plain
 from tidemill.core.reply import Fault, ToolResult
 from tidemill.tools.argument_check import arguments_of, arguments_problem
@@ -22,6 +23,7 @@ from tidemill.tools.function_tool import Tool, as_tool
 from tidemill.tools.limited_call import OwnThread, Places, limited_call
 
 UNKNOWN = "(unknown)"  # the name under which calls of unknown tools are counted
+KINDS: dict[Fault, str] = {"": "", "malformed": "malformed", "error": "errors", "late": "late"}  # counts by fault
 _NAME = 64  # characters of a name that the model wrote
 
 
@@ -33,7 +35,16 @@ class ToolCounts:
     malformed: int = 0  # calls that could not be read, or had wrong arguments
     errors: int = 0  # calls in which the tool raised an exception
     late: int = 0  # calls that did not end within their limit
+    unavailable: int = 0  # calls in which the tool could not work for a cause outside the policy
     seconds: float = 0.0  # of all calls together
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Count a call, here and in the episode's counts. kind: the count besides that it raises; "" if none."""
+        self.calls += 1
+        self.seconds += seconds
+        if kind:
+            setattr(self, kind, getattr(self, kind) + 1)
+        counted("tools/calls", *([f"tools/{kind}"] if kind else []))
 
 
 class ToolSet:
@@ -90,9 +101,14 @@ class ToolSet:
         function = function if isinstance(function, Mapping) else {}
         name, call_id = function.get("name"), tool_call.get("id") if isinstance(tool_call, Mapping) else None
         own = self.tools.get(name) if isinstance(name, str) else None
-        content, fault = await self._ran(own, name, function.get("arguments"))
+        counts = self.counts.setdefault(own.name if own else UNKNOWN, ToolCounts())
+        try:
+            content, fault = await self._ran(own, name, function.get("arguments"))
+        except ToolUnavailable:
+            counts.add("unavailable", time.monotonic() - begin)
+            raise
         seconds = time.monotonic() - begin
-        self._count(own.name if own else UNKNOWN, fault, seconds)
+        counts.add(KINDS[fault], seconds)
         shown = clip(name, _NAME) if isinstance(name, str) else ""
         return ToolResult(shown, content, call_id if isinstance(call_id, str) else "", fault, seconds)
 
@@ -122,6 +138,8 @@ class ToolSet:
             return f"error: {late}", "late"
         except ToolUnavailable:
             raise
+        except EpisodeFailed as failed:  # such as a fault of the sandbox, after which nothing is known of the call
+            raise ToolUnavailable(f"{own.name}: {failed}") from failed
         except ToolError as failed:
             return f"error: {own.name}: {clip(str(failed), self._most)}", failed.fault
         except Exception as error:  # a user's tool may raise anything
@@ -132,14 +150,6 @@ class ToolSet:
         if len(text) <= self._most:
             return plain(text)
         return f"{plain(text[: self._most])}\n[cut after {self._most} of {len(text)} characters]"
-
-    def _count(self, name: str, fault: Fault, seconds: float) -> None:
-        counts = self.counts.setdefault(name, ToolCounts())
-        counts.calls += 1
-        counts.seconds += seconds
-        counts.malformed += fault == "malformed"
-        counts.errors += fault == "error"
-        counts.late += fault == "late"
 
 
 def text_of_result(value: Any) -> str:

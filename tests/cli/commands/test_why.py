@@ -57,6 +57,27 @@ def test_calls_that_are_alike_are_told_of_once(tidemill, waiting: Path):
     assert "heard 0.1 s before, generate × 3 for 2.0 s, update for 0.3 s\n" in out
 
 
+def test_attempts_and_what_their_parts_counted_are_told(tidemill, waiting: Path):
+    status = read_json(waiting / STATUS)
+    reasons = {"the agent took longer than 2 s": 3, "the \x1b[31msandbox is gone": 1}
+    status["judging"] = {"scored": 1200, "unscorable": 3, "infra_errors": 1, "reasons": reasons}
+    status["counts"] = {"tools/calls": 5000, "tools/late": 2, "agent/late": 3, "workers/lost": 1}
+    (waiting / STATUS).write_text(json.dumps(status))
+    said = tidemill("why", unfinished(waiting)).out
+    assert "attempts   1,200 scored, 3 unscorable, 1 infra errors" in said.replace("attempts       ", "attempts   ")
+    assert "the agent took longer than 2 s × 3" in said and "the ␛[31msandbox is gone\n" in said
+    assert "5,000 calls, 2 late" in said and "3 late" in said and "1 lost" in said
+    assert "unscorable" not in tidemill("why", waiting_before(waiting)).out
+
+
+def waiting_before(run: Path) -> Path:
+    """The run with a status of an older version."""
+    status = read_json(run / STATUS)
+    del status["judging"], status["counts"]
+    (run / STATUS).write_text(json.dumps(status))
+    return run
+
+
 def test_a_complete_one_waits_for_nobody(tidemill, waiting: Path):
     said = tidemill("why", waiting)
     assert said.code == 0 and "complete: it came to its last step" in said.out and "step 2 of 3" in said.out

@@ -152,10 +152,32 @@ def test_responses(hermes: Running, says: dict[str, Any]) -> None:
         {"previous_response_id": "resp_1"},
         {"text": {"verbosity": "low"}},
         {"reasoning": {"effort": "high"}},
-        {"tool_choice": "required"},
     ):
         with pytest.raises(openai.BadRequestError, match=next(iter(given))):
             hermes.client.responses.create(**asked | given)
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "choices"),
+    [
+        ("chat/completions", TOOL, ["required", {"type": "function", "function": {"name": "look_up"}}]),
+        ("responses", FLAT, ["required", {"type": "function", "name": "look_up"}]),
+        ("messages", ANTHROPIC, [{"type": "any"}, {"type": "tool", "name": "look_up"}]),
+    ],
+)
+def test_a_call_that_is_asked_for_counts_as_auto(
+    hermes: Running, says: dict[str, Any], path: str, tool: Any, choices: list[Any]
+) -> None:
+    """As in the gateway, so that an agent is served as it was trained: the prompt is the same, and a text is a reply."""
+    says["text"] = "</think>no call"
+    body = {"model": hermes.name, "tools": [tool], "max_tokens": 50, "messages": HELLO}
+    if path == "responses":
+        body = {"model": hermes.name, "tools": [tool], "input": "hello"}
+    for choice in choices:
+        reply = post(f"{hermes.url}/v1/{path}", json=body | {"tool_choice": choice})
+        assert reply.status_code == 200 and "no call" in reply.text, reply.text
+    expected = hermes.tokenizer.apply_chat_template(HELLO, tools=[TOOL], add_generation_prompt=True)["input_ids"]
+    assert [each.tokens.tolist() for each in says["asked"]] == [expected] * len(choices)
 
 
 @pytest.mark.parametrize("path", ["responses", "messages"])

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from rich.text import Text
 
 from tidemill.cli.commands.screen import Row
+from tidemill.core.episode_counts import counts_in, worded_counts
 from tidemill.core.types import Said, Score, Trajectory
 from tidemill.ledger.records import SampleRow
 from tidemill.models.tokenizer import Tokenizer
@@ -74,7 +75,7 @@ def rows_of(row: SampleRow, payload: Trajectory | None, tokenizer: Decode) -> li
 
 
 def facts_of(payload: Trajectory | None) -> list[Row]:
-    """The limit that ended the last reply early, and the parts of its reward."""
+    """The limit that ended the last reply early, the parts of its reward, and what its tools and its agent counted."""
     if payload is None:
         return []
     rows: list[Row] = []
@@ -82,7 +83,7 @@ def facts_of(payload: Trajectory | None) -> list[Row]:
         rows.append(("cut off", Text(f"by {named(limit)}", "yellow")))
     if isinstance(payload.outcome, Score) and (payload.outcome.parts or payload.outcome.turns):
         rows.append(("reward", _parts(payload.outcome)))
-    return rows
+    return [*rows, *worded_counts(counts_in(payload.info))]
 
 
 def answer_row(row: SampleRow) -> list[Row]:
@@ -94,7 +95,7 @@ def answer_row(row: SampleRow) -> list[Row]:
 def plain(payload: Trajectory | None, tokenizer: Decode) -> dict[str, Any]:
     """The conversation as JSON data; null where retention removed the payload."""
     if payload is None:
-        return {"conversation": None, "reward_parts": None, "reward_turns": None, "cut_off": None, "parent": None}
+        return dict.fromkeys(("conversation", "reward_parts", "reward_turns", "cut_off", "counts", "parent"))
     limit, outcome = limit_of(payload), payload.outcome
     said = [(each.role, each.text, each.policy) for each in payload.said]
     if not said and (found := tokenizer()) is not None:
@@ -104,6 +105,7 @@ def plain(payload: Trajectory | None, tokenizer: Decode) -> dict[str, Any]:
         "reward_parts": outcome.parts if isinstance(outcome, Score) else None,
         "reward_turns": [*outcome.turns] if isinstance(outcome, Score) else None,
         "cut_off": None if limit is None else {"by": limit[0], "tokens": limit[1]},
+        "counts": counts_in(payload.info),
         "parent": None if payload.parent is None else {"row": payload.parent[0], "position": payload.parent[1]},
     }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.cli.commands.screen import console, own_name, print_json, print_labelled, print_wrapped
+from tidemill.core.episode_counts import worded_counts
 from tidemill.core.errors import PeerLost
 from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.time_breakdown import lines
@@ -55,7 +56,7 @@ def show_end(config: RunConfig, recipe: Path, ended: RunEnded, newcomer: bool) -
     screen.print()
     for rows, style in (
         (_time(report), "dim"),
-        ([("ledger", _ledger(report)), *_judged(report)], ""),
+        ([("ledger", _ledger(report)), *_judged(report), *worded_counts(report.get("counts", {}))], ""),
         (_next(config, report, ended.complete, newcomer), ""),
     ):
         print_labelled(screen, rows, style)

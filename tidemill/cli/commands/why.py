@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tidemill.cli.commands.run_state import state_of
 from tidemill.cli.commands.screen import Row, print_json, show_rows
+from tidemill.core.episode_counts import worded_counts
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.observability.events import worded
 from tidemill.observability.safe_text import visible
@@ -56,10 +57,21 @@ def _show(run: Path, about: dict[str, Any]) -> None:
             waits, processes = ("waits", "processes") if live else ("was waiting", "had processes")
             rows += [(waits if i == 0 else "", _wait(w, status["at"])) for i, w in enumerate(status["waits"])]
             rows += [(processes if i == 0 else "", _process(p)) for i, p in enumerate(status["processes"])]
+        rows += _attempts(status)
     rows += [("events" if i == 0 else "", _event(e)) for i, e in enumerate(about["events"])]
     screen = show_rows(str(run), rows)
     if failure is not None and about["state"] == "failed":
         screen.print(Text("\n".join(visible(line) for line in failure["trace"].expandtabs().splitlines()), "dim"))
+
+
+def _attempts(status: dict[str, Any]) -> list[Row]:
+    """The attempts of the last process: how many have a score, the commonest reasons, and what their parts counted."""
+    judging = status.get("judging")  # a status of an older version has none
+    if not judging:
+        return []
+    said = f"{judging['scored']:,} scored, {judging['unscorable']:,} unscorable, {judging['infra_errors']:,} infra errors"
+    reasons = [f"{visible(reason)}{_times(n)}" for reason, n in judging["reasons"].items()]
+    return [("attempts", said), *(("", each) for each in reasons), *worded_counts(status.get("counts", {}))]
 
 
 def _state(about: dict[str, Any]) -> str:

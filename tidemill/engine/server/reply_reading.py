@@ -10,7 +10,6 @@ import numpy as np
 
 from tidemill.api_formats.replies import TextPiece
 from tidemill.api_formats.requests import ChatBody
-from tidemill.core.errors import ApiError
 from tidemill.models.chat_template import template_source
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.models.tool_calls import THOUGHT, opens_thought, read_reply
@@ -39,11 +38,8 @@ def reading_of(tokenizer: Tokenizer, body: ChatBody, tokens: np.ndarray, thought
     """The reading of a chat's reply; None if the reply is its text.
 
     tokens: the prompt's. thoughts: the API has a place for thoughts, so that they are told apart without tools, too.
-    Raises ApiError where the chat asks for a call that nothing here enforces.
+    A choice of "required", or of one tool, counts as "auto", as in training: nothing forces a call.
     """
-    if body.tool_choice not in ("none", "auto"):
-        message = "tool_choice: this server cannot make the model call a tool: expected 'auto' or 'none'"
-        raise ApiError(message, param="tool_choice")
     if not body.offered and not (thoughts and THOUGHT in template_source(tokenizer)):
         return None
     end = tokenizer.decode(tokens[-END:].tolist(), skip_special_tokens=False)

@@ -1,0 +1,70 @@
+"""Counts of one episode: calls of its tools, gateway, sandboxes and agent, and how often each of them failed.
+
+    with counting(counts.update):         around an episode, in the process that plays it
+        counted("tools/calls", "tools/late")    in whatever works for it, in any task or thread below
+
+A name is also that of a metric of a step and of an entry of `Trajectory.info`. Outside of an episode nothing is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+COUNTED = {
+    "tools": ("calls", "malformed", "errors", "late", "unavailable"),  # the four are outcomes of the calls
+    "mcp": ("lost",),  # connections to servers that ended, failed or were given up
+    "sandbox": ("runs", "limits", "failed"),  # programs; those that were ended at a limit; faults of the sandbox itself
+    "gateway": ("calls", "retries", "abandoned", "refused", "faults"),  # see `gateway.Gateway.counts`
+    "agent": ("runs", "late", "failed", "unscored"),  # episodes of a program: late; it ended badly; it told no score
+    "workers": ("lost",),  # that an attempt was lost with, and was begun anew or given up
+}
+NAMES = frozenset(f"{part}/{kind}" for part, kinds in COUNTED.items() for kind in kinds)
+
+Recorder = Callable[[Sequence[str]], None]
+"""Adds 1 to the count of each of these names."""
+
+_recorder: ContextVar[Recorder | None] = ContextVar("_recorder", default=None)
+
+
+@contextmanager
+def counting(recorder: Recorder) -> Iterator[None]:
+    """Have what is counted within the block, and in tasks that it starts, come to `recorder`."""
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
+
+
+def recorder_here() -> Recorder:
+    """The recorder of the present episode, for code that will run in the tasks of others; else one that drops all."""
+    return _recorder.get() or _dropped  # bounded: a context variable
+
+
+def counted(*names: str) -> None:
+    """Add 1 to each of these counts of the present episode."""
+    assert NAMES.issuperset(names), names
+    recorder_here()(names)
+
+
+def counts_in(info: Mapping[str, float]) -> dict[str, int]:
+    """The counts among other figures of an attempt, or of a run."""
+    return {name: int(info[name]) for name in _ORDER if info.get(name)}
+
+
+def worded_counts(counts: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Counts in words, one text for each part that has any: ("tools", "12 calls, 1 late")."""
+    found = [
+        (part, ", ".join(f"{counts[name]:,} {kind}" for kind in kinds if counts.get(name := f"{part}/{kind}")))
+        for part, kinds in COUNTED.items()
+    ]
+    return [(part, said) for part, said in found if said]
+
+
+def _dropped(names: Sequence[str]) -> None:
+    return None
+
+
+_ORDER = [f"{part}/{kind}" for part, kinds in COUNTED.items() for kind in kinds]
