@@ -34,7 +34,7 @@ class Stage:
         ended_within = AgentProcess.ended_within
 
         async def until(process: AgentProcess, limit_s: float, *others: asyncio.Future[Any]) -> bool:
-            if limit_s != AT_THE_EVENT:
+            if limit_s < AT_THE_EVENT / 2:
                 return await ended_within(process, limit_s, *others)
             over = asyncio.ensure_future(self.over.wait())
             await ended_within(process, limit_s, *others, over)
