@@ -51,7 +51,7 @@ PARTS_FAULTS = [
         "a repeated request of a client that has left is sampled anew",
         "        if left := [call for call in calls if call.left]:",
         "        if left := [call for call in calls if call.left and again]:",
-        "envs/test_attempt_trees.py::test_random_trees_of_clients_that_try_again[appends-8] gateway/test_gateway_robustness.py",
+        "envs/test_attempt_trees.py::test_random_trees_of_clients_that_try_again[appends-8]",
     ),
     Fault(
         "a failed server's process outlives the end of its tools",
