@@ -41,7 +41,7 @@ FORGETS_WITH_TOOLS = chat_tokenizer(
     "{% endfor %}{% else %}{{ m.content or '' }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WITH_TOOLS = {"keeps thinking in a loop of calls": THINKS_WITH_TOOLS, "forgets thinking": FORGETS_WITH_TOOLS}
+WITH_TOOLS = {"keeps thinking in a loop of calls": THINKS_WITH_TOOLS, "forgets": FORGETS_WITH_TOOLS}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 HALF = '<tool_call>\n{"name": "add", "argum'
 PATH = "/chat/completions"

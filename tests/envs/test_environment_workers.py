@@ -264,6 +264,7 @@ async def test_a_worker_that_is_stopped_from_outside_while_it_is_idle():
         os.kill(await pid(env), signal.SIGSTOP)
         attempt = await play(env, task("two_turns"))
         assert len(reasons) == 1 and "it is stopped" in reasons[0]
+        assert attempt.info.pop("workers/lost") == 1, "it was begun anew"
         assert_same(attempt, await play(faulty_file.faulty, task("two_turns")))
 
 
@@ -274,6 +275,7 @@ async def test_a_worker_that_is_stopped_is_not_waited_for_as_a_slow_one_is(monke
         os.kill(worker, signal.SIGSTOP)
         attempt = await asyncio.wait_for(play(env, task("two_turns")), 60)
         assert len(reasons) == 1 and "was stopped by a signal" in reasons[0] and await pid(env) != worker
+        assert attempt.info.pop("workers/lost") == 1, "it was begun anew"
         assert_same(attempt, await play(faulty_file.faulty, task("two_turns")))
 
 

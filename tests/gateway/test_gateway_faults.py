@@ -105,6 +105,24 @@ async def test_a_slow_reply_is_asked_for_again_and_sampled_once() -> None:
     assert found.counts == {"gateway/calls": 1} and [row.turns for row in found.rows] == [1]
 
 
+async def test_each_episode_counts_its_own_calls() -> None:
+    """Though the server, and so the tasks of its requests, began in the first one."""
+    both = asyncio.Barrier(2)
+
+    async def run(task: Task, chat: Chat) -> Any:
+        async with chat.serve() as model, client_of(model.url, model.key) as client:
+            async with asyncio.timeout(60):
+                await both.wait()
+            for _ in range(int(task.id)):
+                assert (await client.post(CHAT, json=BODY)).status_code == 200
+            async with asyncio.timeout(60):
+                await both.wait()
+        return Score(1.0)
+
+    found = await asyncio.gather(*(attempt(Playing(run), Task(str(number), "hello")) for number in (1, 3)))
+    assert [each.counts for each in found] == [{"gateway/calls": 1}, {"gateway/calls": 3}]
+
+
 async def test_a_lying_client_is_refused_and_counted() -> None:
     raws = [
         (json.dumps(BODY).encode()[:-5], "application/json", 400),

@@ -45,13 +45,13 @@ PARTS_FAULTS = [
         "thoughts that the template takes out stay before a call's result",
         'if str(parts.get("reasoning_content") or "").strip() in shown:',
         "if True:",
-        "envs/test_attempt_trees.py::test_random_trees_of_clients_that_try_again",
+        "envs/test_attempt_trees.py::test_random_trees_of_clients_that_try_again[forgets-8]",
     ),
     Fault(
         "a repeated request of a client that has left is sampled anew",
         "        if left := [call for call in calls if call.left]:",
         "        if left := [call for call in calls if call.left and again]:",
-        "envs/test_attempt_trees.py::test_random_trees_of_clients_that_try_again gateway/test_gateway_robustness.py",
+        "envs/test_attempt_trees.py::test_random_trees_of_clients_that_try_again[appends-8]",
     ),
     Fault(
         "a failed server's process outlives the end of its tools",
