@@ -36,6 +36,7 @@ from tidemill.core.types import (
 )
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
 from tidemill.models.tokenizer import Tokenizer
+from tidemill.observability.episode_times import EpisodeTimes
 from tidemill.observability.time_breakdown import EPISODE, REWARD
 from tidemill.observability.timeline import Beside
 
@@ -57,18 +58,27 @@ class EpisodeSetup:
     paused_s: Callable[[], float] = lambda: 0.0  # seconds so far in which engines slept; episodes are not charged for them
     policies: Mapping[str, str] = field(default_factory=dict[str, str])  # by environment; "": of every other one
     frozen: Mapping[str, Version] = field(default_factory=dict[str, Version])  # that environments may ask, by policy
+    times: EpisodeTimes | None = None  # where episodes and their turns are noted
 
     def within(self, context: int) -> EpisodeSetup:
         """The setup with at most this context, that of the engines which serve now."""
         return replace(self, context=min(self.context, context))
 
     async def play(
-        self, task: Task, engine: Sampler, key: str, seeds: Callable[[int], int], sample: int = 0, again: bool = False
+        self, task: Task, engine: Sampler, key: str, seeds: Callable[[int], int], sample: int = 0
     ) -> list[Trajectory]:
         """The rows of one attempt. Its outcome, on the last one, is None when the environment leaves it to `judge`.
 
         An attempt that is lost with its worker, perhaps by a sibling's fault, is begun anew with the same seeds, once.
         """
+        if self.times is None:
+            return await self._play(task, engine, key, seeds, sample)
+        with self.times.episode(engine) as timed:
+            return await self._play(task, timed, key, seeds, sample)
+
+    async def _play(
+        self, task: Task, engine: Sampler, key: str, seeds: Callable[[int], int], sample: int, again: bool = False
+    ) -> list[Trajectory]:
         how: dict[str, Any] = {"context": self.context, "vocab": self.vocab, "extras": self.extras, "frozen": self.frozen}
         how["policy"] = self.policies.get(task.env, self.policies.get("", "policy"))
         chat = EpisodeChat(engine, self.tokenizer, self.params, **how, key=key, seeds=seeds, sample=sample)
@@ -87,7 +97,7 @@ class EpisodeSetup:
                 raise chat.failure from None
             await engine.abort(key)
             if isinstance(error, WorkerLost) and not again:
-                return await self.play(task, engine, key, seeds, sample, again=True)
+                return await self._play(task, engine, key, seeds, sample, again=True)
             logger.warning("environment %s raised on task %s", self.environment.name, task.id, exc_info=error)
             reason = f"the episode took longer than {self.limit_s:g} s" if isinstance(error, Overdue) else _reason(error)
             outcome, finish = InfraError(reason), Finish.ENV_ERROR
