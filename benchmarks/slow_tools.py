@@ -1,6 +1,6 @@
 """Many episodes whose tools are slow: how much of the time the engine computes, beside what list scheduling allows.
 
-    python benchmarks/slow_tools.py [--groups 4] [--group-size 4] [--lag 12] [--window 3] [--steps 60] [--tokens 96]
+    python benchmarks/slow_tools.py [--groups 8] [--group-size 4] [--lag 24] [--window 60] [--steps 90] [--tokens 96]
 
 Each episode replies four times and calls a tool between (log-normal, median 0.5 s, 99 % within 12 s), in a real run: one
 engine and one trainer with a thread each, and two workers of the environment. The figures are those of `tidemill why`; the
@@ -23,13 +23,17 @@ from typing import Any
 from harness import save, table, wait_until_quiet
 
 import tidemill
-from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, ModelSize, fresh_model
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "systems"))
 from tools_task import ALPHABET, REPLIES  # noqa: E402
 
 TARGET = 0.85
+MODELS: dict[str, ModelSize] = {
+    **SIZES,
+    "0.7m": {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 384},
+}
 
 
 def measure(model: Path, place: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -71,18 +75,18 @@ def measure(model: Path, place: Path, args: argparse.Namespace) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--size", default="2m", choices=SIZES)
-    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--size", default="0.7m", choices=MODELS)
+    parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--lag", type=int, default=12)
-    parser.add_argument("--window", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--lag", type=int, default=24)
+    parser.add_argument("--window", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
-        fresh_model(Path(place) / "model", alphabet=ALPHABET, context=1024, **SIZES[args.size])
+        fresh_model(Path(place) / "model", alphabet=ALPHABET, context=1024, **MODELS[args.size])
         for number in range(args.repeats):
             wait_until_quiet()
             rows.append(measure(Path(place) / "model", Path(place) / f"run-{number}", args) | {"load": os.getloadavg()[0]})

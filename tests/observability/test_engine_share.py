@@ -40,9 +40,10 @@ def test_what_is_allowed():
     assert allowed_share([[0, 1, 3, 1, 0]] * 9, places=1, engines=1) == 2 / 5, "one in flight"
     assert allowed_share([[0, 1, 3, 1, 0]] * 400, places=100, engines=1) > 0.98, "many in flight"
     assert allowed_share([[0, 1, 3, 1, 0]] * 9, places=1, engines=2) == 1 / 5, "an episode has one engine at a time"
-    assert allowed_share([[0, 1, 0]] * 10 + [[0, 1, 90]], places=11, engines=1) == 11 / 101, "the tail is the schedule's"
-    endless = allowed_share([[0, 1, 0]] * 10 + [[0, 1, 90]] * 2, places=2, engines=1, goes_on=True)
-    assert endless == 1, "but not while more would follow"
+    tail = [[0, 1, 0]] * 10 + [[0, 1, 90]]
+    assert allowed_share(tail, places=2, engines=1) == 1, "the tail is left out: the last one begins while one computes"
+    assert allowed_share(tail, places=2, engines=1, filled=False) == 11 / 101
+    assert allowed_share(tail, places=11, engines=1) == 11 / 101, "where all begin at once there is only the tail"
 
 
 ONE = [episode(t, t + 4, turn(t, t + 1), turn(t + 3, t + 4)) for t in (0.0, 4.0, 8.0)]
@@ -50,7 +51,7 @@ ONE = [episode(t, t + 4, turn(t, t + 1), turn(t + 3, t + 4)) for t in (0.0, 4.0,
 
 def test_one_episode_after_another_is_all_that_is_allowed():
     found = share(*ONE, e=[(0, 1), (3, 5), (7, 9), (11, 12)])
-    assert (found.seconds, found.busy, found.allowed, found.of_allowed) == (12, 0.5, 0.5, 1)
+    assert (found.seconds, found.busy, found.allowed, found.of_allowed) == (8, 0.5, 0.5, 1), "until the last one began"
     assert (found.in_flight, found.outside, found.queued, found.outside_median_s) == (1, 0.5, 0, 2)
 
 
@@ -58,13 +59,19 @@ def test_a_place_that_stays_empty_is_lost():
     """After the first episode the place waits for 4 s, as if for the trainer."""
     late = [ONE[0], episode(8, 12, *ONE[2].turns)]
     found = share(*late, e=[(0, 1), (3, 4), (8, 9), (11, 12)])
-    assert (found.busy, found.allowed) == (4 / 12, 4 / 8) and found.in_flight == pytest.approx(8 / 12)
+    assert (found.busy, found.allowed, found.in_flight) == (2 / 8, 2 / 4, 4 / 8)
+
+
+def test_places_are_those_of_the_settings_and_not_those_that_were_taken():
+    found = share(*ONE[:2], places=2, e=[(0, 1), (3, 5), (7, 8)])
+    assert (found.busy, found.in_flight, found.allowed_in_flight) == (0.5, 1, 0.5)
+    assert found.allowed == pytest.approx(4 / 6), "both at once: with the engine until 2 and from 4 to 6"
 
 
 def test_evaluations_are_cut_out():
     late = [ONE[0], episode(8, 12, *ONE[2].turns)]
     found = share(*late, cut=[(4, 8)], e=[(0, 1), (3, 9), (11, 12)])
-    assert (found.seconds, found.busy, found.allowed) == (8, 0.5, 0.5)
+    assert (found.seconds, found.busy, found.allowed) == (4, 0.5, 0.5)
 
 
 def test_what_comes_after_the_last_episode_is_no_time_of_the_engines():
@@ -78,6 +85,8 @@ def test_turns_share_their_engine():
     assert (found.busy, found.allowed) == (4 / 6, 4 / 6)
     found = share(*both, places=2, e=[(0, 1), (4, 5)])  # it computed for half of the time that they were with it
     assert found.busy == 2 / 6 and found.allowed == pytest.approx(2 / 4)
+    uneven = share(episode(0, 3, turn(0, 3)), episode(0, 5, turn(0, 1)), places=2, e=[(0, 3)])
+    assert uneven.allowed == pytest.approx(3 / 5), "2.5 s of work and half a second, which ends at 1 and is outside until 5"
     twice = [episode(0, 4, turn(0, 2, engine="e")), episode(0, 4, turn(0, 2, engine="f"))]
     assert share(*twice, places=2, e=[(0, 2)], f=[(0, 2)]).allowed == 0.5, "each had an engine of its own"
 
@@ -103,11 +112,10 @@ def test_nothing_is_said_of_episodes_that_are_hardly_outside_or_too_few():
     assert use(*going, now=14.0, e=[(0, 1)]).share(2) is not None
 
 
-def test_while_it_goes_on_the_window_ends_at_the_report():
+def test_while_it_goes_on_what_comes_after_the_report_is_unknown():
     going = [*ONE, episode(12, float("inf"), turn(12, 13)), episode(30, 40)]
     found = share(*going, now=14.0, e=[(0, 1), (3, 5), (7, 9), (11, 13)])
-    assert (found.seconds, found.busy, found.episodes) == (14, 0.5, 4)
-    assert found.allowed == 0.5, "until the last begin"
+    assert (found.seconds, found.busy, found.allowed, found.episodes) == (12, 0.5, 0.5, 4)
 
 
 def test_reports_add_up_and_an_answer_may_be_older():
@@ -118,7 +126,7 @@ def test_reports_add_up_and_an_answer_may_be_older():
     found.report(12.0, {"e": [(7, 9), (11, 12)]}, [])
     assert found.share(1, older_s=10) is early
     late = found.share(1)
-    assert late is not None and late.seconds == 12 and late.busy == 0.5
+    assert late is not None and late.seconds == 8 and late.busy == 0.5
 
 
 def test_old_episodes_are_forgotten_with_their_time():

@@ -24,6 +24,7 @@ import psutil
 from faults import FAULTS, Fault
 from gateway_faults import GATEWAY_FAULTS
 from grammar_faults import GRAMMAR_FAULTS
+from load_faults import LOAD_FAULTS
 from policy_faults import POLICY_FAULTS
 from sandbox_faults import SANDBOX_FAULTS
 from several_policies_faults import SEVERAL_POLICIES_FAULTS
@@ -38,6 +39,7 @@ EVERY = [
     *GATEWAY_FAULTS,
     *FAULTS,
     *GRAMMAR_FAULTS,
+    *LOAD_FAULTS,
     *POLICY_FAULTS,
     *SANDBOX_FAULTS,
     *SEVERAL_POLICIES_FAULTS,

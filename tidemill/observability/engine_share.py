@@ -1,13 +1,13 @@
 """Share of the time in which engines compute, and the share that list scheduling of the same episodes allows.
 
-    busy    = W / (M T)     W: seconds in which the M engines computed, in the T seconds from the first episode to the last
-    allowed = W / (M S)     S: seconds of the list schedule of these episodes on P places: see `list_schedule`
+    busy    = W / (M T)     W: seconds in which the M engines computed, in the T seconds until the last episode began
+    allowed = V / (M S)     V, S: the same two of the list schedule of these episodes on P places: see `list_schedule`
 
 P is the number of episodes that may be in flight by the settings, not of those that were. The schedule runs the same
-episodes in the same order. It keeps W: at every moment an engine's time is divided equally among the turns that it has
-begun, and each turn takes what it got so. Between turns an episode is outside for as long as it was.
-While a run goes on, both shares leave out what comes after the schedule's last begin, since more episodes would follow.
-At its end the schedule's own tail counts as the schedule's. Times of evaluations are cut out on both sides.
+episodes in the same order. It keeps the engines' seconds: at every moment an engine's time is divided equally among the
+turns that it has begun, and each turn takes what it got so. Between turns an episode is outside for as long as it was.
+Both leave out the tail, in which places run empty because no episode follows: a long one would hide what was lost before.
+Of a short run, whose places were not taken twice, both count all of it. Times of evaluations are cut out on both sides.
 
 `allowed` is at most 1 and no low bar. In the schedule a place takes the next episode at once: nothing waits for siblings,
 for judgements, for the trainer or for new weights, and a turn may have a whole engine for itself, though sampling a reply
@@ -84,26 +84,28 @@ class EngineUse:
 
     def _share(self, places: int) -> EngineShare | None:
         begun = [episode for episode in self.times.episodes if episode.begin < self._now]
-        goes_on = any(episode.end > self._now for episode in begun)
-        if not begun or not self._computed or (goes_on and len(begun) < 2 * places):
+        goes_on, enough = any(episode.end > self._now for episode in begun), len(begun) >= 2 * places
+        if not begun or not self._computed or (goes_on and not enough):
             return None
-        window = max(self._since, begun[0].begin), self._now if goes_on else max(episode.end for episode in begun)
-        axis = _Axis(window, self._cut)
+        first, end = max(self._since, begun[0].begin), self._now if goes_on else max(episode.end for episode in begun)
+        axis = _Axis((first, end), self._cut)
         work = sum(axis.length(times) for times in self._computed.values())
         found = _Episodes(begun, axis, work)
         if found.outside < NOTICED or work <= 0:
             return None
-        engines, in_flight = len(self._computed), found.seconds / axis.end
+        until = begun[-1].begin if enough else end
+        spent = _Axis((first, until), self._cut)
+        engines, in_flight = len(self._computed), _seconds(begun, spent) / spent.end
         waits = np.array([wait for job in found.jobs for wait in (job[2:-1:2] or [job[0] + job[-1]])])
         return EngineShare(
             engines=engines,
             places=places,
             episodes=len(begun),
-            seconds=axis.end,
-            busy=work / (engines * axis.end),
-            allowed=allowed_share(found.jobs, places, engines, goes_on),
+            seconds=spent.end,
+            busy=sum(spent.length(times) for times in self._computed.values()) / (engines * spent.end),
+            allowed=allowed_share(found.jobs, places, engines, enough),
             in_flight=in_flight,
-            allowed_in_flight=allowed_share(found.jobs, max(1, round(in_flight)), engines, goes_on),
+            allowed_in_flight=allowed_share(found.jobs, max(1, round(in_flight)), engines, enough),
             outside=found.outside,
             queued=found.queued,
             outside_median_s=float(np.median(waits)),
@@ -111,13 +113,13 @@ class EngineUse:
         )
 
 
-def allowed_share(jobs: Sequence[Job], places: int, engines: int, goes_on: bool = False) -> float:
+def allowed_share(jobs: Sequence[Job], places: int, engines: int, filled: bool = True) -> float:
     """The share of the engines' time that the list schedule of these episodes works.
 
-    goes_on: more would follow, so only the time counts in which every place is taken, if any place is taken twice.
+    filled: of the time until the last one begins, in which every place is taken, unless all of them begin at once.
     """
     found = list_schedule(jobs, places, engines)
-    work, seconds = (found.work_filled, found.filled) if goes_on and found.filled > 0 else (found.work, found.makespan)
+    work, seconds = (found.work_filled, found.filled) if filled and found.filled > 0 else (found.work, found.makespan)
     return min(1.0, work / max(engines * seconds, 1e-12))
 
 
@@ -164,6 +166,11 @@ class _Episodes:
         self.seconds = float((ends - begins).sum())
         self.outside = sum(sum(job[::2]) for job in self.jobs) / max(self.seconds, 1e-12)
         self.queued = float((begun - asked).sum()) / max(self.seconds, 1e-12)
+
+
+def _seconds(episodes: Sequence[EpisodeTime], axis: _Axis) -> float:
+    """Seconds of all episodes together."""
+    return float((axis.of([min(each.end, 1e18) for each in episodes]) - axis.of([each.begin for each in episodes])).sum())
 
 
 def _job(begin: float, end: float, turns: Sequence[tuple[float, float, float]]) -> list[float]:
