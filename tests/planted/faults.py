@@ -626,8 +626,8 @@ FAULTS = [
     ),
     Fault(
         "a worker that exits twice ends the run",
-        "            if isinstance(error, WorkerLost) and not again:\n                return await self.play(",
-        "            if isinstance(error, WorkerLost):\n                if again:\n                    raise\n                return await self.play(",
+        "            if isinstance(error, WorkerLost) and not again:\n                return await self._play(",
+        "            if isinstance(error, WorkerLost):\n                if again:\n                    raise\n                return await self._play(",
         "envs/test_environment_workers.py::test_what_costs_a_worker_costs_two_and_no_more_than_its_episodes",
     ),
     Fault(

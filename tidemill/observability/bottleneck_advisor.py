@@ -162,7 +162,7 @@ def advise_engines(found: EngineShare, time: Account, setup: Setup) -> str:
 
 
 def _more_of(found: EngineShare, time: Account, setup: Setup) -> str:
-    """What would have engines compute for more of the time."""
+    """The change that would have engines compute for more of the time, and its reason."""
     if found.of_allowed >= ENOUGH:
         if found.allowed >= ENOUGH:
             return "Nothing is to be gained here"

@@ -139,7 +139,7 @@ class _Axis:
 
     def of(self, times: Sequence[float] | Array) -> Array:
         """Places on the axis of these times; those outside of the window are put at its ends."""
-        return np.interp(times, self._at, self._to)
+        return np.asarray(np.interp(times, self._at, self._to))
 
     def length(self, times: Intervals) -> float:
         """Seconds of the axis that disjoint intervals cover."""
