@@ -65,11 +65,10 @@ def measure(model: Path, place: Path, args: argparse.Namespace) -> dict[str, Any
     found = report["engine_share"] or {}
     with sqlite3.connect(place / "ledger.sqlite") as ledger:
         drawn = [json.loads(parts)["tool_s"] for (parts,) in ledger.execute("SELECT parts FROM outcomes")]
-    waited = found.get("outside", 0.0) * found.get("in_flight", 0.0) * found.get("seconds", 0.0)
     time_of = report["time_by_process"]
     print(json.dumps({"text": found.get("text"), "time": time_of, "tokens": report["engine_tokens"]}, indent=1))
     row = {name: found.get(name) for name in ("busy", "allowed", "of_allowed", "in_flight", "places", "allowed_in_flight")}
-    row |= {"outside_s/episode": waited / max(found.get("episodes", 0), 1), "drawn_s/episode": sum(drawn) / len(drawn)}
+    row |= {"outside_s/episode": found.get("outside_s"), "drawn_s/episode": sum(drawn) / len(drawn)}
     return row | {"episodes": len(drawn), "run_s": seconds, "trains": time_of["trainer"].get("train", 0.0)}
 
 

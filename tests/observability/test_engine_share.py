@@ -168,7 +168,7 @@ async def test_an_episode_notes_when_it_asked_and_when_it_ended():
     assert [*times.episodes] == [episode(0, 4, turn(0, 3, begun=1))]
 
 
-FOUND = EngineShare(1, 200, 400, 60.0, 0.7, 0.75, 190.0, 0.74, 0.8, 0.0, 0.5, 12.0)
+FOUND = EngineShare(1, 200, 400, 60.0, 0.7, 0.75, 190.0, 0.74, 0.8, 4.0, 0.0, 0.5, 12.0)
 KINDS = {"trainer": {"train": 3.0}, "engine-0": {"generate": 7.0, "sync": 1.0, "yield": 0.5}, "controller": {"sync": 9.0}}
 TIME = Account(KINDS, dict.fromkeys(KINDS, 10.0))
 

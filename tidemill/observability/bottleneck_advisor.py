@@ -177,7 +177,12 @@ def _more_of(found: EngineShare, time: Account, setup: Setup) -> str:
         return f"Episodes waited {found.queued:.0%} of their time in the engines' queues: raise engine.max_sequences"
     others = (TRAINER, CONTROLLER, REFERENCE)
     engines = [kinds for name, kinds in time.shares().items() if not name.startswith(others)]
-    besides = {"sync": "taking up weights", "yield": "taking in and answering calls", "check": "checks", "asleep": "asleep"}
+    besides = {
+        "sync": "taking up weights",
+        "yield": "taking in and answering calls",
+        "check": "checks of their pages",
+        "asleep": "asleep",
+    }
     spent = {kind: sum(kinds.get(kind, 0.0) for kinds in engines) / max(len(engines), 1) for kind in besides}
     most = max(spent, key=spent.__getitem__)
     return f"Beside computing, engines spent most on {besides[most]} ({spent[most]:.0%}): {_CHANGES[most]}"
@@ -186,6 +191,6 @@ def _more_of(found: EngineShare, time: Account, setup: Setup) -> str:
 _CHANGES = {
     "sync": "publish less often (more groups a step)",
     "yield": "ask for longer replies, or fewer of them",
-    "check": "raise record.probe_every",
+    "check": "raise engine.audit_every",
     "asleep": "give the trainer a device of its own (placement.share)",
 }

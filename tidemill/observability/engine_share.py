@@ -44,6 +44,7 @@ class EngineShare:
     in_flight: float  # episodes, on average
     allowed_in_flight: float  # what that many places would allow
     outside: float  # of the episodes' time
+    outside_s: float  # of an episode, on average
     queued: float  # of the episodes' time
     outside_median_s: float  # between two turns
     outside_p99_s: float
@@ -76,7 +77,7 @@ class EngineUse:
     def share(self, places: int, older_s: float = 0.0) -> EngineShare | None:
         """The share, or None where it says nothing: engines told nothing, too few episodes, hardly any time outside.
 
-        older_s: how much older than the latest report the answer may be. It takes milliseconds to compute.
+        older_s: how much older than the latest report the answer may be. To compute it takes up to 0.2 s.
         """
         if self._now > self._found[0] + older_s:
             self._found = self._now, self._share(places)
@@ -107,6 +108,7 @@ class EngineUse:
             in_flight=in_flight,
             allowed_in_flight=allowed_share(found.jobs, max(1, round(in_flight)), engines, enough),
             outside=found.outside,
+            outside_s=found.outside * found.seconds / len(begun),
             queued=found.queued,
             outside_median_s=float(np.median(waits)),
             outside_p99_s=float(np.quantile(waits, 0.99)),

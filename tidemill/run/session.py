@@ -60,7 +60,7 @@ from tidemill.run.warm_start import WarmStart, first_weights
 from tidemill.runtime.process_logs import warnings_to
 from tidemill.runtime.workers import keeper
 
-SHARE_S = 10.0  # between two computations of the engines' share, which take tens of milliseconds
+SHARE_S = 60.0  # between two computations of the engines' share, which take up to 0.2 s
 FETCH_S = 7 * 86_400.0  # deadline of a download; a stalled connection ends long before
 GONE = "{folder} was renamed or deleted while its run went on: put it back and start the same command again, or begin anew"
 
