@@ -180,7 +180,6 @@ def _more_of(found: EngineShare, time: Account, setup: Setup) -> str:
     besides = {
         "sync": "taking up weights",
         "yield": "taking in and answering calls",
-        "check": "checks of their pages",
         "asleep": "asleep",
     }
     spent = {kind: sum(kinds.get(kind, 0.0) for kinds in engines) / max(len(engines), 1) for kind in besides}
@@ -191,6 +190,5 @@ def _more_of(found: EngineShare, time: Account, setup: Setup) -> str:
 _CHANGES = {
     "sync": "publish less often (more groups a step)",
     "yield": "ask for longer replies, or fewer of them",
-    "check": "raise engine.audit_every",
     "asleep": "give the trainer a device of its own (placement.share)",
 }
