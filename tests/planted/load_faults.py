@@ -7,6 +7,12 @@ from faults import Fault
 SCHEDULE, SHARE = "observability/test_list_schedule.py", "observability/test_engine_share.py"
 LOAD_FAULTS = [
     Fault(
+        "an engine checks its pages each time that it has no work",
+        "if (begin := time.monotonic()) >= self._next_check:",
+        "if (begin := time.monotonic()) >= 0.0:",
+        "engine/native/test_idle_checks.py",
+    ),
+    Fault(
         "a server gives every phase all of its time",
         "rate = min(1.0, self._servers / max(len(self._served), 1))",
         "rate = 1.0",
