@@ -15,7 +15,6 @@ each prompt. The tail begins when 8 sequences are left. Writes `results/speculat
 from __future__ import annotations
 
 import argparse
-import heapq
 import math
 import os
 import statistics
@@ -29,6 +28,8 @@ import torch
 from harness import System, generators, in_turns, ratio, save, spread, table, wait_until_quiet
 from workloads import SIZES, prompts, write_habitual_model, write_model
 
+from tidemill.observability.list_schedule import list_schedule
+
 SEQUENCES, SLOTS, PROMPT, MEDIAN, P99, MOST = 512, 128, 64, 64, 1024, 1900
 TARGETS = {"transformers": 3.0}
 TARGET_STEPS = 1.05
@@ -39,14 +40,6 @@ def lengths(seed: int) -> list[int]:
     sigma = math.log(P99 / MEDIAN) / 2.3263  # the normal distribution's 99th percentile
     drawn = np.random.default_rng(seed).lognormal(math.log(MEDIAN), sigma, SEQUENCES)
     return np.clip(drawn, 1, MOST).astype(int).tolist()
-
-
-def list_schedule(jobs: list[int], slots: int) -> int:
-    """Steps until all have ended, when each slot takes the next of the list as soon as it is free."""
-    free = [0] * slots
-    for job in jobs:
-        heapq.heappush(free, heapq.heappop(free) + job)
-    return max(free)
 
 
 def request(size: str, seed: int) -> dict[str, Any]:
@@ -64,7 +57,7 @@ def measure(dtype: str, args: argparse.Namespace, about: dict[str, Any]) -> list
         wait_until_quiet()
         answers = in_turns(systems, [request(args.size, seed) for seed in range(args.repeats + 1)])
     speeds = {name: [each["tokens"] / each["seconds"] for each in found] for name, found in answers.items()}
-    fewest = [list_schedule(lengths(seed), SLOTS) for seed in range(1, args.repeats + 1)]
+    fewest = [list_schedule([[n] for n in lengths(seed)], SLOTS).makespan for seed in range(1, args.repeats + 1)]
     rows = []
     for name, values in speeds.items():
         row: dict[str, Any] = {"dtype": dtype, "system": name} | {f"tok/s {k}": v for k, v in spread(values).items()}

@@ -62,7 +62,8 @@ def test_systems_take_turns_and_the_first_request_warms_them_up(harness: Any, mo
 
 
 def test_list_scheduling(script: Any) -> None:
-    steps = script("longtail")["list_schedule"]
+    schedule = script("longtail")["list_schedule"]
+    steps = lambda jobs, slots: schedule([[job] for job in jobs], slots).makespan  # noqa: E731
     assert steps([3, 3, 3, 1], 2) == 6 and steps([5, 1, 1, 1], 2) == 5 and steps([2] * 8, 8) == 2
 
 

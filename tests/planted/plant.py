@@ -24,6 +24,7 @@ import psutil
 from faults import FAULTS, Fault
 from gateway_faults import GATEWAY_FAULTS
 from grammar_faults import GRAMMAR_FAULTS
+from load_faults import LOAD_FAULTS
 from parts_faults import PARTS_FAULTS
 from policy_faults import POLICY_FAULTS
 from sandbox_faults import SANDBOX_FAULTS
@@ -39,6 +40,7 @@ EVERY = [
     *GATEWAY_FAULTS,
     *FAULTS,
     *GRAMMAR_FAULTS,
+    *LOAD_FAULTS,
     *PARTS_FAULTS,
     *POLICY_FAULTS,
     *SANDBOX_FAULTS,

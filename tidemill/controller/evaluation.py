@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from math import sqrt
 
 import numpy as np
@@ -28,7 +29,7 @@ class Evaluator:
     """Plays held-out tasks greedily on the pool and summarises the outcomes."""
 
     def __init__(self, pool: Pool, episodes: EpisodeSetup, seed: int) -> None:
-        self._pool, self._episodes, self._seed = pool, greedy(episodes), seed
+        self._pool, self._episodes, self._seed = pool, replace(greedy(episodes), times=None), seed
         self._runs = itertools.count()
 
     async def __call__(self, tasks: Sequence[Task], versions: Sequence[Version] | None = None) -> Metrics:

@@ -38,6 +38,7 @@ from tidemill.core.types import (
 )
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
 from tidemill.models.tokenizer import Tokenizer
+from tidemill.observability.episode_times import EpisodeTimes
 from tidemill.observability.time_breakdown import EPISODE, REWARD
 from tidemill.observability.timeline import Beside
 
@@ -59,6 +60,7 @@ class EpisodeSetup:
     paused_s: Callable[[], float] = lambda: 0.0  # seconds so far in which engines slept; episodes are not charged for them
     policies: Mapping[str, str] = field(default_factory=dict[str, str])  # by environment; "": of every other one
     frozen: Mapping[str, Version] = field(default_factory=dict[str, Version])  # that environments may ask, by policy
+    times: EpisodeTimes | None = None  # where episodes and their turns are noted
 
     def within(self, context: int) -> EpisodeSetup:
         """The setup with at most this context, that of the engines which serve now."""
@@ -72,9 +74,9 @@ class EpisodeSetup:
         An attempt that is lost with its worker, perhaps by a sibling's fault, is begun anew with the same seeds, once.
         What its parts counted, see `core.episode_counts`, stands in the last row's `info`.
         """
-        counts = Counter[str]()
-        with counting(counts.update):
-            rows = await self._played(task, engine, key, seeds, sample)
+        counts, times = Counter[str](), self.times or EpisodeTimes()
+        with counting(counts.update), times.episode(engine) as timed:
+            rows = await self._played(task, timed, key, seeds, sample)
         rows[-1].info |= {name: float(count) for name, count in counts.items()}
         return rows
 

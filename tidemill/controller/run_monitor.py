@@ -45,12 +45,13 @@ from tidemill.observability.console_table import HELD_OUT
 from tidemill.observability.diagnosis.cuts import Limit, limit_of, limits
 from tidemill.observability.diagnosis.mismatch import LogprobGap, Mismatch, lag_zero
 from tidemill.observability.diagnosis.symptoms import Symptoms
+from tidemill.observability.engine_share import EngineUse
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.process_memory import PeakMemory
 from tidemill.observability.sinks import Fanout
-from tidemill.observability.time_breakdown import CONTROLLER, EPISODE, Account, account
+from tidemill.observability.time_breakdown import CONTROLLER, EPISODE, EVALUATE, Account, account, computed_by
 from tidemill.observability.timeline import IDLE, Beside, Timeline
-from tidemill.observability.trace import Trace
+from tidemill.observability.trace import Trace, merged
 
 RATE_S = 10.0
 ENGINE_S = 5.0  # deadline of the telemetry of an engine, or of the trainer
@@ -154,6 +155,7 @@ class Monitor:
         self._last = time.monotonic()
         self._later: dict[str, list[Span]] = {}  # by process, its spans after `_last`
         self.loop, self.beside = Timeline(), Beside()  # spans of this process: its steps; rollouts and evaluations
+        self.engines = EngineUse()
         self._memory = PeakMemory()  # of this process
         self._figures: Callable[[], Metrics] = dict  # metrics of the task source
 
@@ -299,6 +301,7 @@ class Monitor:
         self.totals.memory[CONTROLLER] = self._memory.update()
         step = account(begin, now, loop, beside, pools)
         self.totals.time.add(step)
+        self.engines.report(now, computed_by(pools, begin, now), merged(beside, [EVALUATE]))
         overall = {f"time/{kind}": share for kind, share in step.overall().items()}
         each = {f"time/{name}/{k}": v for name, kinds in step.shares().items() for k, v in kinds.items() if v > 0}
         judged = {"time/reward": step.judged / max(now - begin, 1e-9)}

@@ -23,7 +23,8 @@ def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, li
     if callable(source) and _takes_nothing(source):
         return splits_of(source(), name, share)
     if callable(source):
-        return {split: _tasks(source(split), f"{split} task", name) for split in ("train", "eval")}
+        of_split: Callable[[str], Any] = source
+        return {split: _tasks(of_split(split), f"{split} task", name) for split in ("train", "eval")}
     if isinstance(source, Mapping):
         return _of_table(source, name, share)
     return split_by_hash(_tasks(source, "task", name), share)

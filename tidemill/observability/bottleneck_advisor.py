@@ -8,16 +8,24 @@
     nothing was admitted, because judging failed  -> the cause of that failure, before all else
 
 The gain is an upper bound: the time that is left when this wait ends and no other takes its place.
+
+A second advice is on engines whose episodes are often outside of them, in tools or with agents: see `engine_share`.
+
+    list scheduling allows little                 -> more episodes in flight, or faster tools
+    less than it allows, as few are in flight     -> those that have ended hold places: more lag, a window, smaller groups
+    less than it allows, with many in flight      -> what engines do besides, or their queue
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidemill.observability.engine_share import EngineShare
 from tidemill.observability.time_breakdown import CONTROLLER, REFERENCE, TRAINER, WAIT, Account
 
 LITTLE = 0.1  # share of the time below which a wait is ignored
 FEW = 0.2  # share of the groups that may be in flight
+ENOUGH = 0.85  # of what list scheduling allows, and of the time
 # Multiplications in an engine's step above which more threads may help. Threads meet within a step, so another process on
 # one of their cores (the controller, a verifier) delays all of them. Measured: with steps of 0.15e9 (the demo) a run took
 # 38 s with two threads and 25 s with one; with 0.4e9, the two took equally long.
@@ -30,6 +38,7 @@ class Setup:
 
     max_lag: int
     slots: int  # groups that may be in flight
+    window: int = 1  # of ids from which a step takes its groups
     engines: int = 1
     engine_threads: int = 1
     engine_step: float = 0.0  # multiplications, on average; 0: not known
@@ -139,3 +148,47 @@ def _others(whom: str, share: float) -> str:
         "ledger": "put run_dir on a faster local disk",
     }
     return what + change.get(whom, "it has too much to do beside: fewer, longer groups a step, less recorded")
+
+
+def advise_engines(found: EngineShare, time: Account, setup: Setup) -> str:
+    """Sentences on engines whose episodes are often outside: their share of the time, what is allowed, what to change."""
+    waits = f"median {found.outside_median_s:.2g} s, 99 % within {found.outside_p99_s:.2g} s"
+    share = (
+        f"engines computed {found.busy:.0%} of the time. With {found.places:,} episodes in flight at most, and each outside "
+        f"of engines for {found.outside:.0%} of its time ({waits}), list scheduling allows {found.allowed:.0%}: this is "
+        f"{found.of_allowed:.0%} of it"
+    )
+    return f"{share}. {_more_of(found, time, setup)}"
+
+
+def _more_of(found: EngineShare, time: Account, setup: Setup) -> str:
+    """The change that would have engines compute for more of the time, and its reason."""
+    if found.of_allowed >= ENOUGH:
+        if found.allowed >= ENOUGH:
+            return "Nothing is to be gained here"
+        return f"More episodes in flight would give more: raise max_lag (now {setup.max_lag}) or rollout.groups"
+    if found.busy >= ENOUGH * found.allowed_in_flight:
+        ended = f"{found.in_flight:.0f} were in flight on average: the other places were held by episodes that had ended"
+        if (trains := time.shares().get(TRAINER, {}).get("train", 0.0)) >= ENOUGH:
+            return f"{ended} and waited for the trainer, which computed {trains:.0%} of the time"
+        wait = f"raise max_lag (now {setup.max_lag}) or rollout.window (now {setup.window}), or have smaller groups"
+        return f"{ended} and waited for siblings, their judgement or the trainer: {wait}"
+    if found.queued >= LITTLE:
+        return f"Episodes waited {found.queued:.0%} of their time in the engines' queues: raise engine.max_sequences"
+    others = (TRAINER, CONTROLLER, REFERENCE)
+    engines = [kinds for name, kinds in time.shares().items() if not name.startswith(others)]
+    besides = {
+        "sync": "taking up weights",
+        "yield": "taking in and answering calls",
+        "asleep": "asleep",
+    }
+    spent = {kind: sum(kinds.get(kind, 0.0) for kinds in engines) / max(len(engines), 1) for kind in besides}
+    most = max(spent, key=spent.__getitem__)
+    return f"Beside computing, engines spent most on {besides[most]} ({spent[most]:.0%}): {_CHANGES[most]}"
+
+
+_CHANGES = {
+    "sync": "publish less often (more groups a step)",
+    "yield": "ask for longer replies, or fewer of them",
+    "asleep": "give the trainer a device of its own (placement.share)",
+}

@@ -114,6 +114,12 @@ def account(
     return found
 
 
+def computed_by(pools: Mapping[str, Sequence[Span]], begin: float, end: float) -> dict[str, Intervals]:
+    """When each engine computed within [begin, end], by its name."""
+    engines = {name: spans for name, spans in pools.items() if not name.startswith((TRAINER, REFERENCE))}
+    return {name: common(merged(spans, GENERATE), [(begin, end)]) for name, spans in engines.items()}
+
+
 def _between(spans: Sequence[Span]) -> dict[str, Intervals]:
     """Intervals between an engine's steps in which it does not wait for work."""
     return {"check": merged(spans, CHECK), "yield": merged(spans, YIELD), "asleep": merged(spans, ASLEEP)}

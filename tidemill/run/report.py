@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from tidemill.core.types import Metrics
 from tidemill.envs.environment_mixture import sandboxes_of
 from tidemill.ledger.records import EvalRecord
 from tidemill.models.architecture import Architecture, parameters
-from tidemill.observability.bottleneck_advisor import Setup, advise
+from tidemill.observability.bottleneck_advisor import Setup, advise, advise_engines
+from tidemill.observability.engine_share import EngineUse
 from tidemill.observability.time_breakdown import CONTROLLER, REFERENCE, TRAINER, Account
 from tidemill.run.planner.plan import RunPlan
 from tidemill.run.zero_reward import unearned
@@ -65,6 +67,7 @@ def make_report(session: Session, before: int, wall_s: float) -> dict[str, Any]:
         "memory_mb": {name: round(peak / 2**20, 1) for name, peak in totals.memory.items()},
         **_time(totals.time, totals.tokens),
         "advice": advice(totals, session.plan, session.model.architecture),
+        "engine_share": engine_share(session.monitor.engines, totals, session.plan, session.model.architecture),
         "warnings": dict(totals.symptoms.told),
         **({"policies": [*config.trained_policies]} if config.policies else {}),
     }
@@ -116,10 +119,30 @@ def unlearned(evaluations: Sequence[EvalRecord]) -> dict[str, Any] | None:
 
 def advice(totals: Totals, plan: RunPlan, policy: Architecture) -> dict[str, Any] | None:
     """The one change that would help most, judged by measurements, or None."""
+    found = advise(totals.time, _setup(totals, plan, policy))
+    if found is None:
+        return None
+    return {"cause": found.cause, "share": round(found.share, 4), "at_most": round(found.gain, 2), "text": str(found)}
+
+
+def engine_share(
+    engines: EngineUse, totals: Totals, plan: RunPlan, policy: Architecture, older_s: float = 0.0
+) -> dict[str, Any] | None:
+    """The engines' share of the time beside what list scheduling allows, or None: see `EngineUse.share`."""
+    found = engines.share(plan.episodes, older_s)
+    if found is None:
+        return None
+    figures = {name: round(value, 4) for name, value in asdict(found).items()}
+    text = advise_engines(found, totals.time, _setup(totals, plan, policy))
+    return {**figures, "of_allowed": round(found.of_allowed, 4), "text": text}
+
+
+def _setup(totals: Totals, plan: RunPlan, policy: Architecture) -> Setup:
     config, placement = plan.config, plan.config.placement
-    setup = Setup(
+    return Setup(
         max_lag=config.max_lag,
         slots=plan.slots,
+        window=config.rollout.window,
         engines=placement.engines * config.engine_pools,
         engine_threads=placement.engine_threads,
         engine_step=tokens_per_step(totals) * parameters(policy),
@@ -130,10 +153,6 @@ def advice(totals: Totals, plan: RunPlan, policy: Architecture) -> dict[str, Any
         paused=totals.paused_s / max(sum(totals.time.seconds.get(TRAINER, {}).values()), 1e-9),
         failed=totals.paused_for,
     )
-    found = advise(totals.time, setup)
-    if found is None:
-        return None
-    return {"cause": found.cause, "share": round(found.share, 4), "at_most": round(found.gain, 2), "text": str(found)}
 
 
 def tokens_per_step(totals: Totals) -> float:

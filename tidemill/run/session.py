@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tidemill.controller.controller import Controller
 from tidemill.controller.first_cause import first_cause
 from tidemill.controller.run_monitor import Monitor
 from tidemill.core.bounded_await import bounded_call
@@ -49,7 +50,7 @@ from tidemill.run.preflight.start_checks import (
     note_changed_code,
 )
 from tidemill.run.recipe import RunConfig
-from tidemill.run.report import attempts, make_report
+from tidemill.run.report import attempts, engine_share, make_report
 from tidemill.run.roles import budget_of, placed, preparing
 from tidemill.run.status_file import forget_end, record_failure, reporting
 from tidemill.run.storage.model_folder import ModelFolder, expect_model, named_folder
@@ -59,6 +60,7 @@ from tidemill.run.warm_start import WarmStart, first_weights
 from tidemill.runtime.process_logs import warnings_to
 from tidemill.runtime.workers import keeper
 
+SHARE_S = 60.0  # between two computations of the engines' share, which take up to 0.2 s
 FETCH_S = 7 * 86_400.0  # deadline of a download; a stalled connection ends long before
 GONE = "{folder} was renamed or deleted while its run went on: put it back and start the same command again, or begin anew"
 
@@ -200,10 +202,10 @@ class Session:
         """Train from where the record stands to the end, or until the user stops the run."""
         async with self.cluster.watched():
             controller = await build_controller(self, self.cluster)
-            folder, totals = self.folder.path, self.monitor.totals
+            folder = self.folder.path
             async with (
                 stop_on_signals(self, controller.stop),
-                reporting(folder, self.cluster.handles, lambda: position(controller, self.config.steps) | attempts(totals)),
+                reporting(folder, self.cluster.handles, partial(self._now, controller)),
                 answering(folder, self.cluster, os.getpid()),
             ):
                 self.done = await controller.run()
@@ -259,6 +261,12 @@ class Session:
             self.record_event("sandbox", {"environment": name, "level": level})
         written = None if self._make else config.env
         return in_workers(environment, config.placement.environment, lost, self.note, written, source)
+
+    def _now(self, controller: Controller) -> dict[str, Any]:
+        """Entries of `status.json`."""
+        of = self.monitor.engines, self.monitor.totals, self.plan, self.model.architecture
+        share = engine_share(*of, older_s=SHARE_S)
+        return {**position(controller, self.config.steps), **attempts(self.monitor.totals), "engine_share": share}
 
     def _record_end(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

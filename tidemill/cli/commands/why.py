@@ -36,8 +36,9 @@ def standing(folder: RunFolder) -> dict[str, Any]:
     with SqliteLedger(folder.path, mode="read") as ledger:
         counts = ledger.counts().figures()
         events = [{"at": e.at, "kind": e.kind, **e.detail} for e in ledger.events() if e.kind not in ROUTINE][-5:]
+    share = (found.report or found.status or {}).get("engine_share")  # older runs have none
     about = {"state": found.name, "pid": found.pid, "status": found.status, "failure": found.failure, "unearned": unearned}
-    return about | {"groups": counts, "events": events}
+    return about | {"groups": counts, "events": events, "engine_share": share}
 
 
 def _show(run: Path, about: dict[str, Any]) -> None:
@@ -58,6 +59,8 @@ def _show(run: Path, about: dict[str, Any]) -> None:
             rows += [(waits if i == 0 else "", _wait(w, status["at"])) for i, w in enumerate(status["waits"])]
             rows += [(processes if i == 0 else "", _process(p)) for i, p in enumerate(status["processes"])]
         rows += _attempts(status)
+    if (share := about["engine_share"]) is not None:
+        rows.append(("engines", visible(share["text"])))
     rows += [("events" if i == 0 else "", _event(e)) for i, e in enumerate(about["events"])]
     screen = show_rows(str(run), rows)
     if failure is not None and about["state"] == "failed":

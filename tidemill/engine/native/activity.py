@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from tidemill.core.interfaces import EngineStats
@@ -11,6 +12,7 @@ from tidemill.core.types import Span, Version
 from tidemill.engine.native.scheduler import Scheduler
 from tidemill.observability.timeline import Beside, Idle
 
+CHECK_REST = 50  # times the duration of a check until the next one
 GAP_S = 0.002  # steps closer than this count as one span
 MOST_SPANS = 4096  # spans kept between two calls of `take`; the oldest are dropped first
 
@@ -33,6 +35,7 @@ class Activity:
         self._beside, self.idle = Beside(), Idle()  # work in threads; times without work
         self._asleep: tuple[int, float] | None = None  # the open span of its sleep, and when it began
         self._slept = 0.0  # seconds, in sleeps that are over
+        self._next_check = 0.0
 
     def step(self, start: float, end: float) -> None:
         """Record a step from `start` to `end`, seconds of the monotonic clock."""
@@ -84,6 +87,14 @@ class Activity:
     def span(self, name: str, start: float, end: float, **args: float) -> None:
         """Record a span from `start` to `end`, seconds of the monotonic clock."""
         self._spans.append(Span(name, start, end, args))
+
+    def check(self, work: Callable[[], None]) -> None:
+        """Do a check, and record it, in at most 2 % of the time: with slow tools an engine often runs out of work."""
+        if (begin := time.monotonic()) >= self._next_check:
+            work()
+            end = time.monotonic()
+            self._next_check = end + CHECK_REST * (end - begin)
+            self.span("check", begin, end)
 
     def beside(self, name: str, **args: float) -> AbstractContextManager[None]:
         """Context manager that records work beside the steps."""

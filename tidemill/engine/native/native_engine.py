@@ -241,9 +241,7 @@ class NativeEngine:
                 await asyncio.sleep(0)
                 self._activity.back(between=bool(self._requests.under_way))
             self._settle()
-            begin = time.monotonic()
-            self._scheduler.check_integrity()
-            self._activity.span("check", begin, time.monotonic())
+            self._activity.check(self._scheduler.check_integrity)
         except Exception as error:  # any error fails all requests: none may wait for a stopped engine
             self._stop(error)
         finally:

@@ -39,6 +39,12 @@ class RunPlan:
     devices: DevicePlan  # of the processes; their numbers are those in `config`
     warm_up: bool = False  # of the warm-up: supervised, without reference and critic
 
+    @property
+    def episodes(self) -> int:
+        """Episodes that may be in flight."""
+        baseline = any(each.wants_greedy for each in self.config.algorithms.values())
+        return self.slots * (self.config.rollout.group_size + baseline)
+
 
 def _sent_once(sync: BaseSyncSettings) -> str:
     """The key that keeps engines from reading the weights of a version again."""
