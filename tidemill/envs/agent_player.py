@@ -65,7 +65,7 @@ class ProgramPerEpisode:
 
         process, how, late = None, "", True
         try:
-            async with self._starting:
+            async with self._starting:  # bounded: a place is free after `SETTLE_S`, and a start takes less than that
                 process = await AgentProcess.start(self._command, variables_of(task, name, model), hear)
                 ends = time.monotonic() + self._limit_s
                 process.tell(json.dumps(described(task, name)).encode() + b"\n", last=True)

@@ -23,7 +23,7 @@ def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, li
     if callable(source) and _takes_nothing(source):
         return splits_of(source(), name, share)
     if callable(source):
-        of_split: Callable[[str], Any] = source
+        of_split: Any = source
         return {split: _tasks(of_split(split), f"{split} task", name) for split in ("train", "eval")}
     if isinstance(source, Mapping):
         return _of_table(source, name, share)
