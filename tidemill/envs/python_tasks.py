@@ -20,11 +20,11 @@ HELD_OUT = ("eval", "test", "validation")  # names of splits that are not traine
 
 def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, list[Task]]:
     """The splits "train" and "eval" of a task source. Raises ConfigError for one that is not usable."""
-    if callable(source) and _takes_nothing(source):
-        return splits_of(source(), name, share)
     if callable(source):
-        of_split: Any = source
-        return {split: _tasks(of_split(split), f"{split} task", name) for split in ("train", "eval")}
+        made: Any = source
+        if _takes_nothing(made):
+            return splits_of(made(), name, share)
+        return {split: _tasks(made(split), f"{split} task", name) for split in ("train", "eval")}
     if isinstance(source, Mapping):
         return _of_table(source, name, share)
     return split_by_hash(_tasks(source, "task", name), share)
