@@ -1,4 +1,4 @@
-"""Time limits for a user's code that is awaited in this process, with its failures contained."""
+"""Awaiting within limits: a user's code, with its failures contained; and work that must not be cancelled half-way."""
 
 from __future__ import annotations
 
@@ -46,6 +46,29 @@ async def bounded(work: Coroutine[Any, Any, T], limit_s: float, paused_s: Callab
     if not task.done() or task.cancelled():
         raise Overdue(f"no result within {limit_s:g} s")
     return task.result()
+
+
+async def undivided(work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]) -> T:
+    """Await short work that must not be cancelled half-way; returns and raises what it does.
+
+    A caller that is cancelled meanwhile waits for it, and for `undo` of its result, before it is cancelled. A second
+    cancellation comes at once, and leaves both to themselves.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)  # bounded: the work is short
+    except asyncio.CancelledError:
+        ending = asyncio.ensure_future(_undone(task, undo))
+        _abandoned.add(ending)
+        ending.add_done_callback(_seen)
+        await asyncio.wait({ending})  # bounded: the work is short, and a second cancellation ends the wait
+        raise
+
+
+async def _undone(task: asyncio.Task[T], undo: Callable[[T], Coroutine[Any, Any, None]]) -> None:
+    await asyncio.wait({task})  # bounded: the work is short
+    if not task.cancelled() and task.exception() is None:
+        await undo(task.result())
 
 
 def _in_new_thread(work: Callable[[], None]) -> None:

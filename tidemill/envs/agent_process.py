@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self, cast
 
+from tidemill.core.bounded_await import undivided
 from tidemill.core.outcomes import clip
 from tidemill.runtime.process_logs import describe
 from tidemill.runtime.workers import kept_command
@@ -50,13 +51,14 @@ class AgentProcess(asyncio.SubprocessProtocol):
         """
         reading, writing = os.pipe()
         try:
-            _, process = await asyncio.get_running_loop().subprocess_exec(
+            starting = asyncio.get_running_loop().subprocess_exec(
                 lambda: cls(hear, most),
                 *(sys.executable, "-m", kept_command.__name__, str(os.getpid()), str(writing), *command),
                 start_new_session=True,  # a process group of its own, and no Ctrl-C from the terminal
                 env={**os.environ, **variables},
                 pass_fds=(writing,),
             )
+            _, process = await undivided(starting, _closed)
         except BaseException:
             os.close(reading)
             raise
@@ -131,3 +133,7 @@ class AgentProcess(asyncio.SubprocessProtocol):
         if self._transport.get_returncode() is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._transport.get_pid(), number)
+
+
+async def _closed(started: tuple[asyncio.BaseTransport, AgentProcess]) -> None:
+    await started[1].close()

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import tidemill.sandbox
 from tidemill.core.errors import ConfigError, SandboxFailed
+from tidemill.runtime.started_process import kill_group, started_process
 from tidemill.sandbox import bubblewrap, execution, landlock, seccomp
 from tidemill.sandbox.bridge import address_of, bridged
 from tidemill.sandbox.execution import LENGTH, MOST_HEADER, Execution, SandboxedProgram
@@ -67,11 +68,11 @@ class SupervisorProcess:
             argv, given, passed = prepared(level, settings, user, channel, held)
             if settings.network:
                 await bridged(settings.network, given["bridge"], held)
-            how: dict[str, Any] = {"pass_fds": passed, "start_new_session": True}
+            how: dict[str, Any] = {"pass_fds": passed}
             if level == "bubblewrap" and user:
                 how |= {"user": user, "group": user, "extra_groups": []}
             pipe = asyncio.subprocess.PIPE
-            process = await asyncio.create_subprocess_exec(
+            process = await started_process(
                 *argv, json.dumps(given), stdin=pipe, stdout=pipe, stderr=pipe, env={"PYTHONHASHSEED": "0"}, cwd="/", **how
             )
             started = cls(process, level, settings, held.pop_all())
@@ -103,7 +104,7 @@ class SupervisorProcess:
             async with asyncio.timeout(END_S):
                 await self._process.wait()
         except TimeoutError:
-            self._process.kill()
+            kill_group(self.pid)
             await asyncio.wait_for(self._process.wait(), END_S)
         finally:
             self._process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]

@@ -19,6 +19,7 @@ from typing import Any
 
 from tidemill.core.outcomes import clip
 from tidemill.runtime.process_logs import describe
+from tidemill.runtime.started_process import started_process
 from tidemill.runtime.workers import keeper
 from tidemill.runtime.workers.child import MARK_NAME, closed
 
@@ -51,13 +52,12 @@ class McpProcess:
         nowhere = os.open(os.devnull, os.O_WRONLY)  # its keepers report its process id, which nobody needs
         try:
             launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, _ROOT, str(os.getpid()), str(nowhere)]
-            process = await asyncio.create_subprocess_exec(
+            process = await started_process(
                 *(*launch, *command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 limit=most,
-                start_new_session=True,  # no Ctrl-C from the terminal
                 env=env,
                 cwd=cwd,
                 pass_fds=(nowhere,),

@@ -17,6 +17,7 @@ from typing import Self
 
 import psutil
 
+from tidemill.runtime.started_process import started_process
 from tidemill.runtime.workers import guard, keeper
 from tidemill.runtime.workers.frames import HEADER_BYTES, framed, size_of
 
@@ -60,12 +61,11 @@ class WorkerProcess:
         # A fixed hash seed: the order of a set in a user's code must not differ from run to run. A user's threads that have
         # nothing to do must not spin on cores where trainer and engines compute.
         mark = f"{MARK}{next(_numbers)}."
-        process = await asyncio.create_subprocess_exec(
+        process = await started_process(
             *(sys.executable, "-m", keeper.__name__, module, str(memory_mb), str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a process group of its own, and no Ctrl-C from the terminal
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONHASHSEED": "0", MARK_NAME: mark.partition("=")[2]},
         )
         child = cls(process, title, mark)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.core.errors import CallFailed, NoWorkers, WorkerLost
+from tidemill.runtime.started_process import started_process
 from tidemill.runtime.workers import guard
 from tidemill.runtime.workers.child import MARK, REAP_LIMIT_S, STARTUP_LIMIT_S, WorkerProcess, closed
 from tidemill.runtime.workers.worker import OpenCall, Worker, WorkerKind
@@ -39,11 +40,10 @@ class Guard:
         """Start the guard process unless it runs."""
         async with self._lock:
             if self._process is None:
-                self._process = await asyncio.create_subprocess_exec(
+                self._process = await started_process(
                     *(sys.executable, "-I", "-S", str(Path(guard.__file__)), MARK),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.DEVNULL,
-                    start_new_session=True,
                 )
 
     def tell(self, sign: str, group: int) -> None:
