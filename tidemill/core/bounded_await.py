@@ -14,6 +14,7 @@ from tidemill.core.errors import Overdue
 T = TypeVar("T")
 
 GRACE_S = 1.0  # time for a cancelled coroutine to clean up
+SHORT_S = 60.0  # for work that is not cancelled half-way
 logger = logging.getLogger(__name__)
 _abandoned: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks weakly
 
@@ -52,22 +53,25 @@ async def undivided(work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[
     """Await short work that must not be cancelled half-way; returns and raises what it does.
 
     A caller that is cancelled meanwhile waits for it, and for `undo` of its result, before it is cancelled. A second
-    cancellation comes at once, and leaves both to themselves.
+    cancellation comes at once, and leaves both to themselves. Raises Overdue after `SHORT_S`, and undoes it then.
     """
     task = asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(task)  # bounded: the work is short
-    except asyncio.CancelledError:
+        await asyncio.wait({task}, timeout=SHORT_S)
+        if not task.done():
+            raise Overdue(f"no result within {SHORT_S:g} s")
+    except BaseException:
         ending = asyncio.ensure_future(_undone(task, undo))
         _abandoned.add(ending)
         ending.add_done_callback(_seen)
-        await asyncio.wait({ending})  # bounded: the work is short, and a second cancellation ends the wait
+        await asyncio.wait({ending}, timeout=SHORT_S)
         raise
+    return task.result()
 
 
 async def _undone(task: asyncio.Task[T], undo: Callable[[T], Coroutine[Any, Any, None]]) -> None:
-    await asyncio.wait({task})  # bounded: the work is short
-    if not task.cancelled() and task.exception() is None:
+    await asyncio.wait({task}, timeout=10 * SHORT_S)
+    if task.done() and not task.cancelled() and task.exception() is None:
         await undo(task.result())
 
 
