@@ -175,6 +175,7 @@ def test_a_pass_rate_is_of_the_latest_groups_in_whatever_order_they_came_back():
 
 @settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.sampled_from(ORDERS), st.sampled_from([0.0, 0.5, 1.0]), st.integers(1, 12))
+@pytest.mark.runs
 def test_what_was_recorded_is_all_there_is_to_know(rng, order, retire, count):
     """A run of some groups in flight that is killed: what is made of its record is what it was, and goes on alike; and what
     was retired never comes again."""

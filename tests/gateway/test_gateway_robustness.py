@@ -190,6 +190,7 @@ async def test_a_body_that_does_not_come_to_its_end_keeps_nobody_waiting() -> No
         half.close()
 
 
+@pytest.mark.runs
 async def test_there_are_not_more_calls_at_a_time_than_the_chat_takes() -> None:
     chat = RecordingChat()
     chat.gate = asyncio.Event()

@@ -148,6 +148,7 @@ QUICK = ("grpo", "gspo", "cispo", "ppo", "rloo", "decoupled_ppo", "m2po", "opd",
         if "given" not in values
     ],
 )
+@pytest.mark.runs
 def test_every_preset_trains_on_what_lags(name, tmp_path):
     """Whether it learns is measured in `benchmarks/algorithms.py`; here that all of its parts do their work in a run."""
     given: dict[str, Any] = {"name": name}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_cases import group, task
@@ -19,6 +20,7 @@ from tidemill.ledger.records import Undone
     flying=st.integers(0, 2),
     data=st.data(),
 )
+@pytest.mark.runs
 def test_an_undone_step_leaves_every_group_one_fate(
     sizes: list[int], waiting: int, flying: int, data: st.DataObject
 ) -> None:

@@ -265,6 +265,7 @@ def test_payloads_of_groups_that_nobody_knows_are_left_alone(tmp_path: Path) -> 
         assert_same(ledger.load(0), group(0))
 
 
+@pytest.mark.runs
 def test_a_torn_tail_is_sampled_again_wherever_it_was_torn(tmp_path: Path) -> None:
     """At every byte, and with every byte of the last record wrong: whole groups are found, and no other."""
     with SqliteLedger(tmp_path / "run") as ledger:

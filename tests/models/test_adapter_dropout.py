@@ -180,6 +180,7 @@ class SameMask(nn.Module):
 
 @pytest.mark.parametrize("checkpointing", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.runs
 def test_logits_and_gradients_are_those_of_peft_under_the_same_masks(
     name: str, checkpointing: float, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return pinned
 
 
+@pytest.mark.runs
 def test_what_is_pinned_is_not_rounded_up_and_is_given_back(registered: dict[int, int]):
     likes = [
         torch.empty(1_100_003),

@@ -67,6 +67,7 @@ def passed(decoder: Decoder, checkpointing: float, narrow: bool) -> tuple[Tensor
 @pytest.mark.parametrize("checkpointing", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("shape", "targets", "kind"), [(s, t, k) for s in SHAPES for t in TARGETS for k in ("nf4", "int8")])
+@pytest.mark.runs
 def test_gradients_are_those_of_the_dequantised_base(
     shape: str, targets: str, kind: str, narrow: bool, checkpointing: float
 ) -> None:

@@ -113,6 +113,7 @@ async def test_when_it_diverges_the_policy_takes_no_step_either():
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.runs
 async def test_a_run_that_goes_on_has_the_critic_it_had(tmp_path: Path, shared: bool, before: int):
     def make(seed: int) -> NativeTrainer:
         policy = decoder(seed=seed)

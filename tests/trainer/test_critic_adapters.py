@@ -162,6 +162,7 @@ async def test_adapters_and_the_head_are_trained_alone(shared: bool) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.runs
 async def test_a_checkpoint_holds_adapters_and_head_and_goes_on_to_the_bit(
     tmp_path: Path, shared: bool, before: int
 ) -> None:

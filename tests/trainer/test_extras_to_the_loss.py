@@ -124,6 +124,7 @@ def seen_by(losses: list[str], samples: list[Sample], budget: int) -> list[tuple
 
 @settings(max_examples=15)
 @given(extras=declared, seed=st.integers(0, 2**20), budget=st.integers(8, 120))
+@pytest.mark.runs
 def test_every_token_keeps_its_own_from_the_engine_to_the_loss(extras: list[TokenExtra], seed: int, budget: int) -> None:
     engine, rng = Engine(extras, seed), np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:

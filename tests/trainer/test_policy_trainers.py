@@ -104,6 +104,7 @@ async def step(of: Trainer, rows: list[Sample], scale: float = 0.1) -> dict[str,
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "nf4"])
+@pytest.mark.runs
 async def test_each_is_trained_as_it_would_be_alone(base_dtype: BaseDtype) -> None:
     own, lone = together(base_dtype=base_dtype), {name: alone(name, base_dtype=base_dtype) for name in LORA}
     assert isinstance(own, Trainer) and isinstance(own, Progressing)

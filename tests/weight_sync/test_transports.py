@@ -324,6 +324,7 @@ def test_only_whole_tensors_can_be_sent(sender: Sender, case: str) -> None:
         sender.send(Version(0, fingerprint="f"), slices)
 
 
+@pytest.mark.runs
 def test_receiver_in_another_process(stored: Sender) -> None:
     script = (
         "import sys, msgspec; from tidemill.core.weight_update import WeightUpdate\n"

@@ -159,6 +159,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize(
     "family", [each if each in ("qwen3", "odd") else pytest.param(each, marks=pytest.mark.slow) for each in MODELS]
 )
+@pytest.mark.runs
 async def test_bits_do_not_depend_on_company(family, monkeypatch):
     arch = MODELS[family]
     given = asks(sorted(MODELS).index(family))

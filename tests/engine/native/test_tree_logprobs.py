@@ -53,6 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["no template", "strips"])
+@pytest.mark.runs
 async def test_each_row_has_the_logprobs_that_the_engine_scores_it_with(model: Path, template: str | None) -> None:
     tokenizer: Tokenizer = load_tokenizer(model)
     tokenizer.chat_template = template

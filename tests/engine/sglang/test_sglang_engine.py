@@ -249,6 +249,7 @@ async def test_nothing_is_left_of_the_files_for_a_server(models: list[Reference]
     sender.close()
 
 
+@pytest.mark.runs
 async def test_a_refused_request_is_the_callers_fault_and_the_engine_goes_on(models: list[Reference]) -> None:
     async with served(models[0]) as (engine, _):
         await engine.capabilities()
@@ -283,6 +284,7 @@ async def test_scores_name_the_likeliest_alternatives(models: list[Reference]) -
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "checkpoint"])
+@pytest.mark.runs
 async def test_damaged_weights_are_refused_and_the_old_ones_are_served(
     models: list[Reference], tmp_path: Path, transport: str
 ) -> None:

@@ -65,6 +65,7 @@ def test_rows_that_share_nothing(kernels: Native, shape, dtype, threads) -> None
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.runs
 def test_rows_that_begin_with_the_same_pages(kernels: Native, shape, dtype, threads) -> None:
     """Families of every size, among them one that diverges step by step, twins without a token of their own, members of
     which one ends inside what they share, and windows that begin alike and not."""
