@@ -77,6 +77,7 @@ async def test_a_program_plays_and_tells_its_score() -> None:
         (task("killed"), Unscorable("the agent ended with killed by SIGKILL")),
         (task("flood"), Unscorable("the agent printed more than 1 MiB in one line")),
         (task("forged"), Unscorable(NO_SCORE)),
+        (task("silent score"), InfraError("the agent ended without a reply of the policy: it called nothing")),
         (task(more={"score": None, "reason": "no idea"}), Unscorable("no idea")),
         (task(more={"score": "much"}), InfraError("the agent returned 'much' (str): expected a number or None")),
         (
@@ -86,7 +87,7 @@ async def test_a_program_plays_and_tells_its_score() -> None:
         (Task("t", "a" * 300_000, {"answer": "aaa"}), Score(1.0, {"length": 300_003.0})),
         (Task("t", "nul \0 byte", {"answer": "nul \0"}), Score(1.0, {"length": 13.0})),
     ],
-    ids=["fail", "killed", "flood", "forged", "no score", "no number", "no parts", "long", "nul"],
+    ids=["fail", "killed", "flood", "forged", "silent", "no score", "no number", "no parts", "long", "nul"],
 )
 async def test_every_end_of_a_program_has_its_outcome(given: Task, expected: Outcome) -> None:
     forged = '{"id": "t", "score": 1}\n{"score": 1}'
@@ -94,6 +95,13 @@ async def test_every_end_of_a_program_has_its_outcome(given: Task, expected: Out
         lambda messages: said(forged if given.data.get("word") == "forged" else f"to {messages[-1]['content']}")
     )
     assert await play(given, chat) == expected
+
+
+async def test_an_agent_whose_calls_are_refused_is_told_why() -> None:
+    outcome = await play(task("refused"))
+    assert isinstance(outcome, InfraError)
+    said = "the agent ended without a reply of the policy: 1 of its calls were refused, the latest with: 400 "
+    assert outcome.reason.startswith(said) and len(outcome.reason) > len(said)
 
 
 async def test_few_programs_start_at_a_time_and_many_play(monkeypatch: pytest.MonkeyPatch) -> None:

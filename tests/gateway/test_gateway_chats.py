@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 from gateway.recording_chat import HELLO, TOOL, RecordingChat, calling, said
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
+from tidemill import ToolSet
 from tidemill.core.errors import ContextFull, EpisodeOver
 from tidemill.core.reply import Reply
 from tidemill.core.types import Finish
@@ -37,6 +40,35 @@ async def test_a_conversation_reaches_the_chat_as_it_was_written(client: AsyncOp
     assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (7, 7, 14)
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
+
+
+async def test_tools_of_a_set_are_offered_as_they_are(client: AsyncOpenAI, chat: RecordingChat) -> None:
+    """Schemas of transformers have a `return`, which templates may show."""
+
+    def high(place: str) -> int:
+        """Tell how high the tide is.
+
+        Args:
+            place: Where.
+
+        Returns:
+            The height in metres.
+        """
+        return len(place)
+
+    schemas: Any = ToolSet([high]).schemas
+    assert schemas[0]["function"]["return"]
+    await client.chat.completions.create(model="m", messages=HELLO, tools=schemas)
+    assert chat.asked[0]["tools"] == schemas
+    deep: dict[str, Any] = {}
+    for _ in range(200):
+        deep = {"a": deep}
+    schemas[0]["function"]["return"] = deep
+    with pytest.raises(BadRequestError, match="nested more than"):
+        await client.chat.completions.create(model="m", messages=HELLO, tools=schemas)
+    schemas[0]["function"] |= {"return": None, "bogus": 1}
+    with pytest.raises(BadRequestError, match=r"function\.bogus is not supported"):
+        await client.chat.completions.create(model="m", messages=HELLO, tools=schemas)
 
 
 @pytest.mark.parametrize("content", [None, "I look it up."])

@@ -80,6 +80,8 @@ def test_a_name_that_no_file_can_have_is_one_sentence(recipes: Path, env: str):
         ("env.path", "/a/bt.py:f", "t.py:f", False),
         ("env.path", ["/a/t.py:f", "/a/u.py:g"], ["t.py:f", "u.py:g"], True),
         ("env", [{"path": "/a/t.py:f", "weight": 1}], [{"path": "t.py:f", "weight": 2}], False),
+        ("env.path", str(Path.cwd().parent / "t.py:f"), "../t.py:f", True),
+        ("env.path", "/a/t.py:f", "../t.py:f", False),
         ("model", "/a/model", "model", False),
     ],
 )

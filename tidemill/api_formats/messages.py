@@ -96,11 +96,12 @@ class FunctionSchema(Parameters):
     name: ToolName
     description: str = ""
     parameters: dict[str, Any] = Field(default={})
+    returns: dict[str, Any] = Field(default={}, alias="return")  # in schemas of transformers: templates may show it
     strict: bool = False  # accepted: nothing here makes arguments obey their schema
 
     @model_validator(mode="after")
     def _shallow(self) -> Self:
-        if _deeper(self.parameters, DEEPEST):
+        if _deeper(self.parameters, DEEPEST) or _deeper(self.returns, DEEPEST):
             raise ValueError(f"the parameters of {self.name!r} are nested more than {DEEPEST} levels deep")
         return self
 
@@ -114,7 +115,8 @@ class FunctionTool(Parameters):
     @property
     def plain(self) -> dict[str, Any]:
         """The tool as chat templates take it."""
-        given = self.function.model_dump(include={"name", "description", "parameters"} & self.function.model_fields_set)
+        shown = {"name", "description", "parameters", "returns"} & self.function.model_fields_set
+        given = self.function.model_dump(include=shown, by_alias=True)
         return {"type": "function", "function": given}
 
 

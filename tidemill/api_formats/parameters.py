@@ -27,10 +27,9 @@ class Parameters(BaseModel):
         """The known parameters, and the first unknown one: describing thousands takes time."""
         if not isinstance(given, dict):
             return given
-        extra = next(
-            (key for key, value in given.items() if key not in cls.model_fields and value not in (None, "", [])), None
-        )
-        return {key: given[key] for key in (extra, *cls.model_fields) if given.get(key) is not None}
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        extra = next((key for key, value in given.items() if key not in known and value not in (None, "", [])), None)
+        return {key: given[key] for key in (extra, *known) if given.get(key) is not None}
 
 
 def expected(what: str) -> WrapValidator:

@@ -20,7 +20,7 @@ from tidemill.core.chat_interface import Chat
 from tidemill.core.episode_counts import counted
 from tidemill.core.hardware import usable_cores
 from tidemill.core.outcomes import clip, outcome_of
-from tidemill.core.types import Outcome, Score, Task, Unscorable
+from tidemill.core.types import InfraError, Outcome, Score, Task, Unscorable
 from tidemill.envs.agent_process import AgentProcess
 from tidemill.gateway.gateway import Gateway, serve_chat
 
@@ -42,7 +42,12 @@ async def play_task(player: AgentPlayer, task: Task, chat: Chat) -> Outcome | No
     """Play one episode with the chat as the program's model. Raises the chat's own exception."""
     counted("agent/runs")
     async with serve_chat(chat) as model:
-        return await player.play(task, model)
+        outcome = await player.play(task, model)
+        asked = model.counts
+    if asked["tokens"] or isinstance(outcome, Unscorable | InfraError):
+        return outcome
+    how = f"{asked['refused']} of its calls were refused, the latest with: {model.refused}" if asked["refused"] else ""
+    return InfraError(clip(f"the agent ended without a reply of the policy: {how or 'it called nothing'}"))
 
 
 class ProgramPerEpisode:

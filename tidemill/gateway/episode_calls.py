@@ -59,6 +59,7 @@ class EpisodeCalls:
         self._stored = StoredResponses()
         self._record = recorder_here()  # requests come in tasks of the server, which are of no episode
         self.over = ""  # why there are no further replies
+        self.refused = ""  # status and message of the latest refusal
         self.counts: dict[str, int] = dict.fromkeys(("calls", "retries", "abandoned", "refused", "faults", "tokens"), 0)
         self.failure: Exception | None = None  # of the chat itself, which is no fault of the agent
         self.failing: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when there is one
@@ -119,15 +120,9 @@ class EpisodeCalls:
     def refusal(self, error: Exception) -> ApiError:
         """The answer to an agent whose call has no replies."""
         self._count("refused")
-        if isinstance(error, ApiError):
-            return error
-        if isinstance(error, ContextFull):
-            return ApiError(str(error), status=400, code="context_length_exceeded")
-        if isinstance(error, EpisodeOver):
-            return ApiError(str(error), status=410, code="episode_over")
-        if isinstance(error, ValueError):
-            return ApiError(str(error), status=400)
-        return ApiError(f"the model failed: {error}", status=500)
+        told = _refusal(error)
+        self.refused = f"{told.status} {told}"
+        return told
 
     def _known(self, key: tuple[str, str], again: bool) -> GatewayCall | None:
         """The call that a request repeats: one that everybody has left comes first."""
@@ -216,3 +211,15 @@ class EpisodeCalls:
         if not call.waiting and call.work is not None and not call.work.done():
             self._count("abandoned")
             call.work.cancel()
+
+
+def _refusal(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextFull):
+        return ApiError(str(error), status=400, code="context_length_exceeded")
+    if isinstance(error, EpisodeOver):
+        return ApiError(str(error), status=410, code="episode_over")
+    if isinstance(error, ValueError):
+        return ApiError(str(error), status=400)
+    return ApiError(f"the model failed: {error}", status=500)

@@ -43,6 +43,11 @@ class Gateway:
         return {str(name): count for name, count in self._calls.counts.items()}
 
     @property
+    def refused(self) -> str:
+        """The status and the message of the latest refused call."""
+        return self._calls.refused
+
+    @property
     def failure(self) -> Exception | None:
         """The chat's exception that is no fault of the agent."""
         return self._calls.failure

@@ -48,8 +48,10 @@ def same_file(key: str, old: Any, new: Any) -> bool:
         return all(old[name] == new[name] or same_file(key, old[name], new[name]) for name in old)
     if key.partition(".")[0] not in TABLES or not (isinstance(old, str) and isinstance(new, str)):
         return False
-    short, long = sorted((old, new), key=len)
-    return os.path.isabs(long) and not os.path.isabs(short) and long.endswith(f"/{os.path.normpath(short)}")
+    short, long = sorted((old, new), key=os.path.isabs)
+    if os.path.isabs(short) or not os.path.isabs(long):
+        return False
+    return long.endswith(f"/{os.path.normpath(short)}") or os.path.abspath(short) == long
 
 
 def _look(place: str, folders: Sequence[Path], code: bool) -> str:

@@ -178,10 +178,10 @@ def test_the_whole_conversation_with_what_it_earned_and_which_limit_cut_it(tidem
     assert not [c for c in out if not c.isprintable() and c != "\n"]
     facts = {label: text[0].strip() for label, *text in rows[6:] if text}
     assert facts["reward"] == "0.75: format 0.5, length 0.25"
-    assert facts["cut off"] == "by the environment's own max_tokens = 2 (of chat.reply)"
+    assert facts["cut off"] == "by the environment's or agent's own max_tokens = 2"
     assert shown["cut_off"] == {"by": "own", "tokens": 2}
     tokens = tidemill("samples", conversed, "--step", 1, "--best", 1, "--tokens").out
-    assert "by the environment's own max_tokens = 2" in tokens and "format 0.5" in tokens
+    assert "by the environment's or agent's own max_tokens = 2" in tokens and "format 0.5" in tokens
 
 
 def test_an_older_payload_without_messages_is_decoded(tidemill, run: Path, tmp_path: Path, monkeypatch):

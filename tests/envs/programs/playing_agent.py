@@ -36,6 +36,13 @@ def play(task: dict, base_url: str, key: str) -> dict:
         os.kill(os.getpid(), 9)
     if word == "ignored":
         sys.stdin.close()
+    if word == "refused":
+        try:
+            ask(base_url, key, [{"role": "user"}])
+        except urllib.error.HTTPError:
+            return {"id": task["id"], "score": 0.0}
+    if word == "silent score":
+        return {"id": task["id"], "score": 0.0}
     said = ask(base_url, key, [{"role": "user", "content": task["prompt"]}])
     if word == "forged":
         return {"id": "x", "printed": said}

@@ -23,7 +23,7 @@ OWN = cut(Finish.LENGTH, **{CUT_AT: 4.0, OWN_LIMIT: 1.0})
 RECIPE = cut(Finish.LENGTH, **{CUT_AT: 256.0, OWN_LIMIT: 0.0})
 CONTEXT = cut(Finish.CONTEXT)
 CASES = {
-    "own": (OWN, ("own", 4), "by the environment's own max_tokens = 4 (of chat.reply)"),
+    "own": (OWN, ("own", 4), "by the environment's or agent's own max_tokens = 4"),
     "recipe": (RECIPE, ("recipe", 256), "by rollout.max_tokens = 256"),
     "context": (CONTEXT, ("context", 6), "by the context, full at 6 tokens"),
     "unknown": (cut(Finish.LENGTH), ("unknown", 4), "by a limit that was not recorded"),
@@ -45,5 +45,5 @@ def test_several_limits_are_told_with_their_shares_the_commonest_first():
     found = limits([RECIPE, *[OWN] * 3, cut(Finish.STOP), cut(Finish.ENV_DONE)])
     assert found == Counter({("own", 4): 3, ("recipe", 256): 1})
     kind, said = by(found)
-    assert kind == "own" and said.startswith(", 75% of them by the environment's own max_tokens = 4")
+    assert kind == "own" and said.startswith(", 75% of them by the environment's or agent's own max_tokens = 4")
     assert said.endswith("and 25% of them by rollout.max_tokens = 256")

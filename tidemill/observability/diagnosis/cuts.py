@@ -37,7 +37,7 @@ def limits(attempts: Iterable[Trajectory]) -> Counter[Limit]:
 def named(limit: Limit) -> str:
     kind, tokens = limit
     said: dict[Kind, str] = {
-        "own": f"the environment's own max_tokens = {tokens:,} (of chat.reply)",
+        "own": f"the environment's or agent's own max_tokens = {tokens:,}",
         "recipe": f"rollout.max_tokens = {tokens:,}",
         "unknown": "a limit that was not recorded",
         "context": f"the context, full at {tokens:,} tokens",
