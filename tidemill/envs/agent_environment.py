@@ -34,7 +34,7 @@ class AgentEnvironment:
         expect_packages()
         self.settings, self.command = settings, command_of(settings.command)
         script = next((word for word in self.command[1:] if not word.startswith("-")), self.command[0])
-        self.name = Path(script if self.command[0] == sys.executable else self.command[0]).stem
+        self.name = Path(script if Path(script).is_file() else self.command[0]).stem
         rows = {"data", "eval_data", "eval_share", "reward", "reward_weights", "reward_options"}
         as_rows = RowsSettings(**settings.model_dump(include=rows))
         if settings.data.rpartition(":")[0].endswith(".py"):
