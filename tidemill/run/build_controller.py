@@ -83,7 +83,9 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
         cluster.pool,
         lambda version, why: session.record_event("weights_unchanged", {"version": str(version), "why": why}),
     )
-    evaluate = _evaluation(session, Evaluator(cluster.pool, episodes, config.seed), held_out)
+    first = "" if ledger.next_group_id() else "held-out tasks"  # what has begun was judged
+    evaluator = Evaluator(cluster.pool, episodes, config.seed, session.monitor.unscored, first)
+    evaluate = _evaluation(session, evaluator, held_out)
     algorithm.recall(ledger.metrics_of, session.note)
     await cluster.turns.trainer()  # it may train steps again
     exact = await take_up_exactly(ledger, checkpoints, cluster.trainer, session.note) if config.deterministic else None
