@@ -42,6 +42,22 @@ def shown(mode: console.Mode, total: int = 100) -> tuple[ProgressDisplay, io.Str
     return ProgressDisplay(total, stream, mode), stream
 
 
+def test_held_out_attempts_without_a_score_are_told_of_with_the_commonest_reason() -> None:
+    results = {"accuracy": 0.0, "n": 25.0, "infra_errors": 24.0, "unscorable": 1.0}
+    screen, stream = shown("auto")
+    screen.evaluated(0, results, "the agent is late")
+    screen.evaluated(1, results | {"infra_errors": 0.0})
+    screen.evaluated(2, results | {"infra_errors": 0.0, "unscorable": 0.0})
+    assert stream.getvalue().splitlines() == [
+        "    0  held-out accuracy 0.000 on 25 tasks; 25 have no score: the agent is late",
+        "    1  held-out accuracy 0.000 on 25 tasks; 1 has no score",
+        "    2  held-out accuracy 0.000 on 25 tasks",
+    ]
+    screen, stream = shown("json")
+    screen.evaluated(0, results, "late")
+    assert json.loads(stream.getvalue())["unscored"] == "late"
+
+
 def test_a_plain_line() -> None:
     screen, stream = shown("auto")  # a StringIO is no terminal
     as_protocol: Display = screen

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from evaluation_faults import EVALUATION_FAULTS
 from faults import FAULTS, Fault
 from gateway_faults import GATEWAY_FAULTS
 from grammar_faults import GRAMMAR_FAULTS
@@ -37,6 +38,7 @@ from weight_sync_faults import WEIGHT_SYNC_FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = [
+    *EVALUATION_FAULTS,
     *GATEWAY_FAULTS,
     *FAULTS,
     *GRAMMAR_FAULTS,

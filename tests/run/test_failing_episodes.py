@@ -23,7 +23,7 @@ begun = [0]
 
 
 def rows(split: str) -> list[dict[str, Any]]:
-    return [{"prompt": f"{word}:"} for word in (WORDS[4:] if split == "train" else WORDS[:4])]
+    return [{"prompt": f"{word}:", "answer": word} for word in (WORDS[4:] if split == "train" else WORDS[:4])]
 
 
 @environment(tasks=rows)
@@ -34,7 +34,7 @@ async def flaky(task: tidemill.Task, chat: tidemill.Chat) -> Any:
     return len(await chat.reply(task.prompt)) / 8
 
 
-def run(folder: Path, steps: int) -> tidemill.run.api.Run:
+def run(folder: Path, steps: int, **other: Any) -> tidemill.run.api.Run:
     settings: dict[str, Any] = {
         "rollout": {"groups": 2, "group_size": 4, "max_tokens": 6},
         "algorithm": {"name": "grpo", "zero_variance": "keep"},
@@ -43,11 +43,12 @@ def run(folder: Path, steps: int) -> tidemill.run.api.Run:
         "trainer": {"micro_batch_tokens": 32},
         "placement": {"kind": "inline", "stream": True, "environment": {"workers": 0}},
         "scoring": {"max_error_share": 0.9},
+        **other,
     }
     model = folder.with_name("model")
     if not model.exists():
         fresh_model(model, alphabet="abcdefghiou:\n", context=32, **SIZES["0.1m"])
-    return tidemill.train(flaky, model, run_dir=folder, steps=steps, quiet=True, **settings)
+    return tidemill.train(flaky, model, run_dir=folder, steps=steps, **{"quiet": True, **settings})
 
 
 def asked(folder: Path, sql: str) -> list[tuple]:
@@ -85,3 +86,36 @@ def test_where_every_one_fails_the_run_ends_in_one_sentence_each_time(tmp_path, 
             run(tmp_path / "run", 4)
     ((admitted, trained, dropped, pending, lost, twice),) = asked(tmp_path / "run", "SELECT * FROM conservation")
     assert (trained, lost, twice) == (0, 0, 0) and admitted == dropped + pending
+
+
+def test_a_first_evaluation_in_which_every_one_fails_is_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.EVERY", [1])
+    for _ in range(2):
+        with pytest.raises(
+            RunFailed, match=r"none of the 4 attempts at held-out tasks has a score; .* \(4\): ConnectionError"
+        ):
+            run(tmp_path / "run", 4, eval={"every": 2, "tasks": 4, "final_tasks": 4})
+    assert asked(tmp_path / "run", "SELECT (SELECT count(*) FROM evals), (SELECT count(*) FROM groups)") == [(0, 0)]
+
+
+def test_so_is_a_first_look_of_a_warm_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.EVERY", [1])
+    with pytest.raises(
+        RunFailed, match=r"none of the 36 attempts at the warm-up's training tasks has a score; .*ConnectionE"
+    ):
+        run(tmp_path / "run", 4, warmup={"accuracy": 0.5, "steps": 20_000})
+
+
+def test_some_that_fail_are_told_of_and_stand_in_the_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(f"{__name__}.begun", [0])
+    monkeypatch.setattr(f"{__name__}.EVERY", [2])
+    reason = "ConnectionError: the sandbox did not start"
+    with pytest.raises(RunFailed, match=r"the warm-up reached accuracy 0\.00"):
+        run(tmp_path / "warm", 1, warmup={"accuracy": 0.5, "steps": 1}, quiet=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count(f"18 of 36 attempts have no score and count as not solved: {reason}") == 1, "two looks, one reason"
+    ended = run(tmp_path / "run", 1, eval={"tasks": 4, "final_tasks": 4}, quiet=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"0 held-out accuracy 0.000 on 4 tasks; 2 have no score: {reason}" in said
+    assert ended.report["held_out_unscored"] == {"attempts": 2, "reason": reason}
+    assert f"; 2 have no score: {reason}" in str(ended)

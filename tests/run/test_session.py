@@ -122,6 +122,25 @@ def test_a_run_in_processes_leaves_what_it_promises_and_nothing_else(recipe):
 
 
 @pytest.mark.runs
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_sigterm_during_the_start_ends_it_with_a_word(recipe, warm_up: bool):
+    words = ('env={ kind = "python", path = "tidemill.envs.spelling:score" }', "model=new:0.1m")
+    more = (*words, "warmup.accuracy=1", "warmup.steps=1000000", "warmup.lr=1e-9") if warm_up else ()
+    process = start(recipe, *more)
+    wanted = lambda line: "warm-up: step" in line.get("text", "") if warm_up else line["kind"] == "header"  # noqa: E731
+    lines_until(process, wanted)
+    family = children(process.pid)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130, out
+    assert "SIGTERM: the run ends now, for no step is under way (the same command goes on later)" in out
+    assert out.splitlines()[-1] == "interrupted; the same command goes on from what is recorded"
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, f"outlived their parent: {alive}"
+    assert json.loads((recipe.parent / "run" / "failure.json").read_text())["kind"] == "CancelledError"
+
+
+@pytest.mark.runs
 def test_after_sigkill_the_same_command_goes_on_and_nothing_is_lost(recipe):
     process = start(recipe, "steps=14", "max_lag=3")
     lines_until(process, lambda line: line.get("kind") == "step" and line["step"] >= 6)

@@ -24,6 +24,7 @@ from tidemill.core.types import InfraError, Outcome, Score
 WINDOW, LEAST = 200, 20  # the latest outcomes of a verifier that count, and the fewest that allow a verdict
 PROBES = 2  # groups
 FIRST_S, LONGEST_S = 1.0, 60.0  # back-off
+PATIENCE = 3  # groups, or attempts of an evaluation, of a verifier that has never judged anything
 TOLD_S = 8.0  # the shortest back-off that the user is told of
 
 
@@ -45,7 +46,7 @@ class Breaker:
     `now` is in seconds, of any clock that only goes forward.
     """
 
-    def __init__(self, limit: float = 0.05, pause_s: float = 600.0, patience: int = 3) -> None:
+    def __init__(self, limit: float = 0.05, pause_s: float = 600.0, patience: int = PATIENCE) -> None:
         self.limit, self.pause_s, self.patience = limit, pause_s, patience
         self._outcomes: dict[str, deque[InfraError | None]] = {}  # by verifier, the latest WINDOW; None: not an error
         self._verifier, self._reason = "", ""  # the failing verifier, and its latest error

@@ -1,21 +1,24 @@
 """Greedy evaluation on held-out tasks, pinned to one version of each policy.
 
-Every token of an evaluation comes from a version that is evaluated.
+Every token of an evaluation comes from a version that is evaluated. Attempts without a score are told of with their reasons.
+Where none has one at the beginning, the run ends, as it does where a verifier never judges a group: see `circuit_breaker`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from math import sqrt
 
 import numpy as np
 
+from tidemill.controller.circuit_breaker import PATIENCE
 from tidemill.controller.policy_pools import Pool
 from tidemill.controller.rollout import EpisodeSetup, greedy
-from tidemill.core.errors import PolicyMismatch
+from tidemill.core.errors import PolicyMismatch, RunFailed
 from tidemill.core.outcomes import SOLVED, parts_of
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import TRUNCATED, Group, InfraError, Metrics, Score, Task, Unscorable, Version
@@ -25,16 +28,62 @@ MOST_PARTS = 32  # parts of a reward that are reported, at most
 CONCURRENT = 256  # episodes at a time: enough to fill the engines, without a queue of thousands
 
 
+@dataclass(frozen=True, slots=True)
+class Unscored:
+    """The attempts of an evaluation that have no score, and why."""
+
+    attempts: int  # with those that have one
+    reasons: Counter[str] = field(default_factory=Counter)
+    cut: int = 0  # of those without a score, the ones that a limit cut off
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Unscored:
+        ends = [t for group in groups for t in group.ends]
+        without = [(t, t.outcome.reason) for t in ends if isinstance(t.outcome, InfraError | Unscorable)]
+        return cls(len(ends), Counter(reason for _, reason in without), sum(t.finish in TRUNCATED for t, _ in without))
+
+    @property
+    def commonest(self) -> str:
+        return next((reason for reason, _ in self.reasons.most_common(1)), "")
+
+    def cause(self, where: str) -> str | None:
+        """A sentence for the end of a run if this is a mistake and no disturbance, else None. where: the attempts were made.
+
+        A model that does not end its replies yet is neither.
+        """
+        if self.attempts < PATIENCE or self.cut or self.reasons.total() < self.attempts:
+            return None
+        return (
+            f"none of the {self.attempts:,} attempts at {where} has a score; the commonest reason "
+            f"({self.reasons[self.commonest]:,}): {self.commonest}. Mend the environment or the reward, and give the same "
+            "command again; `tidemill reward test RECIPE` shows what the reward says, and logs/warnings.log has tracebacks"
+        )
+
+
 class Evaluator:
     """Plays held-out tasks greedily on the pool and summarises the outcomes."""
 
-    def __init__(self, pool: Pool, episodes: EpisodeSetup, seed: int) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        episodes: EpisodeSetup,
+        seed: int,
+        tell: Callable[[Unscored], None] = lambda found: None,
+        first: str = "",
+    ) -> None:
+        """Evaluate on `pool`.
+
+        tell: called after each evaluation. first: the tasks' name, if nothing has been judged yet: an evaluation raises
+        RunFailed then, until one has judged something.
+        """
         self._pool, self._episodes, self._seed = pool, replace(greedy(episodes), times=None), seed
+        self._tell, self._first = tell, first
         self._runs = itertools.count()
 
     async def __call__(self, tasks: Sequence[Task], versions: Sequence[Version] | None = None) -> Metrics:
         """Metrics over `tasks`: see `summary`. Raises PolicyMismatch when a token is of none of these versions.
 
+        Raises RunFailed when nothing could be judged, now or before.
         versions: one of each policy; None: any.
         """
         groups = await self.groups(tasks)
@@ -42,6 +91,11 @@ class Evaluator:
             if versions is not None and any(source not in versions for source in t.sources):
                 evaluated, met = (", ".join(map(str, each)) for each in (versions, t.sources))
                 raise PolicyMismatch(f"evaluation of {evaluated} met tokens of {met}")
+        found = Unscored.of(groups)
+        if self._first and (why := found.cause(self._first)) is not None:
+            raise RunFailed(why)
+        self._first = ""
+        self._tell(found)
         return summary(groups) | by_environment(groups)
 
     async def groups(self, tasks: Sequence[Task]) -> list[Group]:

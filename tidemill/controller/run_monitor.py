@@ -18,7 +18,7 @@ import numpy as np
 
 from tidemill.controller.circuit_breaker import Change
 from tidemill.controller.engine_pool import EnginePool
-from tidemill.controller.evaluation import MOST_PARTS
+from tidemill.controller.evaluation import MOST_PARTS, Unscored
 from tidemill.controller.policy_pools import Pool
 from tidemill.core.episode_counts import counts_in
 from tidemill.core.errors import PeerLost
@@ -126,6 +126,7 @@ class Totals:
     pauses: int = 0  # of admission, by the breaker
     paused_s: float = 0.0
     paused_for: str = ""  # why judging failed, the latest time
+    unscored: str = ""  # why held-out attempts have no score, the commonest reason in the latest evaluation
     memory: dict[str, int] = field(default_factory=dict)  # process -> peak bytes
     counters: dict[str, Metrics] = field(default_factory=dict)  # process -> what it has done since it began
     time: Account = field(default_factory=Account)
@@ -212,10 +213,14 @@ class Monitor:
         """Keep the latest evaluation's results for the steps until the next one."""
         self._held_out = {f"eval/{name}": results[name] for name in HELD_OUT if name in results}
 
+    def unscored(self, found: Unscored) -> None:
+        """Keep why attempts of an evaluation have no score, until `evaluated`."""
+        self.totals.unscored = found.commonest
+
     def evaluated(self, step: int, results: Metrics) -> None:
         self.remember(results)
         self._sinks.log(step, {f"eval/{name}": value for name, value in results.items()})
-        self._display.evaluated(step, results)
+        self._display.evaluated(step, results, self.totals.unscored)
 
     def saving(self, step: int) -> None:
         self._display.note(f"step {step} was the last one: its checkpoint is being written")

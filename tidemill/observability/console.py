@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from tidemill.core.types import Metrics
-from tidemill.observability.console_table import TITLES, WIDTHS, cells, held_out, line, number
+from tidemill.observability.console_table import TITLES, WIDTHS, cells, held_out, line, number, unscored_in, without_score
 from tidemill.observability.metrics import finite
 from tidemill.observability.safe_text import DEGRADE, paragraphs
 from tidemill.observability.time_breakdown import lines, processes
@@ -44,7 +44,7 @@ Style = Literal["", "bold", "dim", "green", "yellow", "cyan"]
 class Display(Protocol):
     def header(self, lines: Sequence[str]) -> None: ...
     def step(self, metrics: Metrics) -> None: ...
-    def evaluated(self, step: int, results: Metrics) -> None: ...
+    def evaluated(self, step: int, results: Metrics, unscored: str = "") -> None: ...
     def note(self, text: str) -> None: ...
     def close(self) -> None: ...
 
@@ -95,19 +95,20 @@ class ProgressDisplay:
         spent = [f"{name}: {said}" for name, said in lines(processes(metrics))]
         self._attempt(lambda: self._live and self._live.show(step, self._fit(text), spent, keep=keep))
 
-    def evaluated(self, step: int, results: Metrics) -> None:
-        """Show the held-out results of the weights after `step` steps."""
+    def evaluated(self, step: int, results: Metrics, unscored: str = "") -> None:
+        """Show the held-out results of the weights after `step` steps. unscored: why attempts have no score."""
         if self._mode == "json":
-            self._say_json({"kind": "eval", "step": step, **finite(results)})
+            self._say_json({"kind": "eval", "step": step, **finite(results), **({"unscored": unscored} if unscored else {})})
             return
         own = {key.removesuffix("/accuracy"): value for key, value in results.items() if key.endswith("/accuracy")}
         each = ", ".join(f"{name} {number(value, '.3f')}" for name, value in own.items())
         figures, n = held_out(results) or "accuracy –", number(results.get("n"), ".0f")
         said = f"held-out {figures} on {n} tasks{f' ({each})' if each else ''}"
+        missing = without_score(unscored_in(results), unscored)
         indent = " " * (WIDTHS[0] + 2)
-        first, *rest = paragraphs(said, self._width, indent, "")
+        first, *rest = paragraphs(said + missing, self._width, indent, "")
         for text in (f"{step:>{WIDTHS[0]}}{first[WIDTHS[0] :]}", *rest):
-            self._print(text, "green")
+            self._print(text, "yellow" if missing else "green")
 
     def note(self, text: str) -> None:
         """Show an important sentence: a resume, a sink switched off, how the run ended."""

@@ -52,6 +52,17 @@ def held_out(results: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {figure}" for name, figure in found.items())
 
 
+def unscored_in(results: Mapping[str, float | None]) -> int:
+    """The attempts of an evaluation that have no score."""
+    return int(sum(results.get(kind) or 0 for kind in ("infra_errors", "unscorable")))
+
+
+def without_score(count: int, reason: str) -> str:
+    """The end of a line on accuracy: "; 25 have no score: REASON", or nothing."""
+    have = "1 has" if count == 1 else f"{count:,} have"
+    return f"; {have} no score{f': {reason}' if reason else ''}" if count else ""
+
+
 def bar(value: float | None, scale: tuple[float, float]) -> str:
     if not _known(value) or value is None:
         return "–"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -83,7 +83,9 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
         cluster.pool,
         lambda version, why: session.record_event("weights_unchanged", {"version": str(version), "why": why}),
     )
-    evaluate = _evaluation(session, Evaluator(cluster.pool, episodes, config.seed), held_out)
+    first = "" if ledger.next_group_id() else "held-out tasks"  # what has begun was judged
+    evaluator = Evaluator(cluster.pool, episodes, config.seed, session.monitor.unscored, first)
+    evaluate = _evaluation(session, evaluator, held_out)
     algorithm.recall(ledger.metrics_of, session.note)
     await cluster.turns.trainer()  # it may train steps again
     exact = await take_up_exactly(ledger, checkpoints, cluster.trainer, session.note) if config.deterministic else None
@@ -280,6 +282,27 @@ def _sampling_check(session: Session, cluster: Cluster) -> Callable[[Sequence[Ve
             session.record_event("sampling_checked", {"settings": names, **report.detail()})
 
     return served
+
+
+@contextmanager
+def end_on_sigterm(note: Callable[[str], None]) -> Iterator[None]:
+    """End the run on the first SIGTERM while it starts, as Ctrl-C does: without this it would end without a word."""
+    if threading.current_thread() is not threading.main_thread():  # in another thread the caller handles signals
+        yield
+        return
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def handle() -> None:
+        loop.remove_signal_handler(signal.SIGTERM)  # another one ends the process as it is
+        note("SIGTERM: the run ends now, for no step is under way (the same command goes on later)")
+        task.cancel("SIGTERM")
+
+    loop.add_signal_handler(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from tidemill.envs.environment_mixture import sandboxes_of
 from tidemill.ledger.records import EvalRecord
 from tidemill.models.architecture import Architecture, parameters
 from tidemill.observability.bottleneck_advisor import Setup, advise, advise_engines
+from tidemill.observability.console_table import unscored_in, without_score
 from tidemill.observability.engine_share import EngineUse
 from tidemill.observability.time_breakdown import CONTROLLER, REFERENCE, TRAINER, Account
 from tidemill.run.planner.plan import RunPlan
@@ -42,6 +43,9 @@ def make_report(session: Session, before: int, wall_s: float) -> dict[str, Any]:
         "accuracy_after": evaluations[-1].accuracy if evaluations else None,
         "held_out": evaluations[-1].n if evaluations else None,
         "held_out_before": evaluations[0].n if evaluations else None,
+        "held_out_unscored": {"attempts": unscored_in(evaluations[-1].metrics), "reason": totals.unscored}
+        if evaluations
+        else None,
         "held_out_given": _offline(evaluations),
         "unlearned": unlearned(evaluations),
         "unearned": unearned(ledger, config, totals.cut),
@@ -112,9 +116,8 @@ def unlearned(evaluations: Sequence[EvalRecord]) -> dict[str, Any] | None:
     errors = errors_apart(first.accuracy, first.n, last.accuracy, last.n)
     if errors <= CLEARLY:
         return None
-    unjudged = int(sum(last.metrics.get(kind) or 0 for kind in ("infra_errors", "unscorable")))
     accuracies = {"before": first.accuracy, "after": last.accuracy, "n_before": first.n, "n_after": last.n}
-    return {**accuracies, "errors": round(errors, 2), "unjudged": unjudged}
+    return {**accuracies, "errors": round(errors, 2), "unjudged": unscored_in(last.metrics)}
 
 
 def advice(totals: Totals, plan: RunPlan, policy: Architecture) -> dict[str, Any] | None:
@@ -205,6 +208,12 @@ def finals(report: Mapping[str, Any], folder: Path) -> list[Path]:
     return [final / name for name in report.get("policies", ())] or [final]
 
 
+def unscored_of(report: Mapping[str, Any]) -> str:
+    """The words after the last held-out accuracy if attempts have no score, else nothing."""
+    found = report.get("held_out_unscored")  # an older run's report has none
+    return without_score(found["attempts"], found["reason"]) if found else ""
+
+
 def in_lines(report: Mapping[str, Any], folder: Path, complete: bool) -> list[str]:
     """A run in a few lines: its steps, its results, its model, and what to do next."""
     before, after, n = report.get("accuracy_before"), report.get("accuracy_after"), report.get("held_out")
@@ -212,7 +221,8 @@ def in_lines(report: Mapping[str, Any], folder: Path, complete: bool) -> list[st
     if after is not None and n:
         low, high = interval(after, n)
         begun = "" if before is None else f"{before:.3f} -> "
-        lines.append(f"held-out accuracy {begun}{after:.3f} on {n:,} tasks (95 % CI {low:.3f} to {high:.3f})")
+        interval_said = f"(95 % CI {low:.3f} to {high:.3f}){unscored_of(report)}"
+        lines.append(f"held-out accuracy {begun}{after:.3f} on {n:,} tasks {interval_said}")
     if given := report.get("held_out_given"):
         known = [(name, was, given["after"].get(name)) for name, was in given["before"].items()]
         changes = [f"{name.replace('_', ' ')} {was:.3f} -> {now:.3f}" for name, was, now in known if now is not None]

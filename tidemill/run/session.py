@@ -35,7 +35,7 @@ from tidemill.observability.events import worded
 from tidemill.observability.operator_profiler import LAST, merge
 from tidemill.observability.sinks import Callback, open_sinks
 from tidemill.observability.trace import Trace
-from tidemill.run.build_controller import build_controller, position, stop_on_signals
+from tidemill.run.build_controller import build_controller, end_on_sigterm, position, stop_on_signals
 from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.hub_names import fetched
 from tidemill.run.planner.device_plan import given_in
@@ -90,10 +90,12 @@ async def run(
         session = Session(config, display, callbacks, make, stack)
         if (ended := session.open()) is not None:
             return ended
-        await session.prepare()
+        with end_on_sigterm(session.note):
+            await session.prepare()
         while True:
             try:
-                await session.start()
+                with end_on_sigterm(session.note):
+                    await session.start()
                 await session.train()
                 return await session.finish()
             except PeerLost as lost:
@@ -201,7 +203,8 @@ class Session:
     async def train(self) -> None:
         """Train from where the record stands to the end, or until the user stops the run."""
         async with self.cluster.watched():
-            controller = await build_controller(self, self.cluster)
+            with end_on_sigterm(self.note):
+                controller = await build_controller(self, self.cluster)
             folder = self.folder.path
             async with (
                 stop_on_signals(self, controller.stop),

@@ -17,7 +17,7 @@ import numpy as np
 
 from tidemill.controller.device_turns import DeviceTurns
 from tidemill.controller.engine_pool import PoolPublisher
-from tidemill.controller.evaluation import Evaluator
+from tidemill.controller.evaluation import Evaluator, Unscored
 from tidemill.core.errors import ConfigError, RunFailed
 from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Array, LossSpec, Sample, Task, Version
@@ -29,6 +29,7 @@ from tidemill.run.recipe_tables import WarmupSettings
 
 LOOK_EVERY = 10  # steps between two measurements of accuracy, which can rise from 0.1 to 0.67 within fifty
 LOOK_TASKS = 256
+MOST_TOLD = 5  # reasons for a missing score
 TELL_S = 4.0  # between two lines of progress
 SAVE_S, SAVE_SHARE = 3.0, 10  # seconds between two checkpoints, and at least this many times the duration of the last one
 SUPERVISED = "supervised"  # name of its loss
@@ -129,6 +130,19 @@ class WarmUp:
             f"warmup.accuracy = {goal.accuracy:g} was expected: give more warmup.steps, and the same command goes on from "
             f"its last checkpoint; or another warmup.lr (now {goal.lr:g}), easier tasks or a lower warmup.accuracy{also}"
         )
+
+
+def failures_noted(note: Callable[[str], None]) -> Callable[[Unscored], None]:
+    """A note on the attempts without a score after each measurement: each reason once, the first MOST_TOLD of them."""
+    told = set[str]()
+
+    def tell(found: Unscored) -> None:
+        for reason, count in found.reasons.most_common():
+            if reason not in told and len(told) < MOST_TOLD:
+                told.add(reason)
+                note(f"warm-up: {count:,} of {found.attempts:,} attempts have no score and count as not solved: {reason}")
+
+    return tell
 
 
 def supervised(rows: Sequence[Row]) -> tuple[list[Sample], dict[str, LossSpec], float]:

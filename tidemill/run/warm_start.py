@@ -34,7 +34,7 @@ from tidemill.run.cluster import Cluster, start_cluster
 from tidemill.run.planner.plan import warm_up_plan
 from tidemill.run.recipe import RunConfig
 from tidemill.run.recipe_files import OF_RANKS
-from tidemill.run.sft_warmup import WarmedUp, WarmUp
+from tidemill.run.sft_warmup import WarmedUp, WarmUp, failures_noted
 from tidemill.run.storage.checkpoint_manifest import Position, seal, verify
 from tidemill.run.storage.checkpoints import Checkpoints
 from tidemill.run.storage.model_folder import NEW, ModelFolder
@@ -115,7 +115,11 @@ async def _warm_up(session: Session, own: Path, made: Path) -> WarmedUp:
                 model.tokenizer,
                 cluster.trainer,
                 PoolPublisher(cluster.trainer, cluster.pool),
-                Evaluator(cluster.pool, make_episodes(plan.config, session.environment, model), config.seed),
+                Evaluator(
+                    *(cluster.pool, make_episodes(plan.config, session.environment, model), config.seed),
+                    failures_noted(note),
+                    "the warm-up's training tasks",
+                ),
                 config.seed,
                 note,
                 cluster.turns,

@@ -130,6 +130,9 @@ def test_figures_of_two_numbers_of_tasks_say_so(trained: Path, capsys):
     for before, said in ((8, "0.500 → 0.750 on 8 tasks"), (1024, "0.500 on 1,024 tasks → 0.750 on 8 tasks")):
         show_end(config, recipe, RunEnded(3, True, report | figures | {"held_out_before": before}), newcomer=False)
         assert f"held-out accuracy {said}" in capsys.readouterr().out
+    unscored = {"held_out_before": 8, "held_out_unscored": {"attempts": 8, "reason": "the agent is late"}}
+    show_end(config, recipe, RunEnded(3, True, report | figures | unscored), newcomer=False)
+    assert "0.500 → 0.750 on 8 tasks; 8 have no score: the agent is late" in capsys.readouterr().out
 
 
 def again(tidemill, run: Path, trained: Path) -> str:

@@ -14,7 +14,7 @@ from tidemill.core.errors import PeerLost
 from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.time_breakdown import lines
 from tidemill.run.recipe import RunConfig, load_recipe
-from tidemill.run.report import finals
+from tidemill.run.report import finals, unscored_of
 from tidemill.run.session import RunEnded, run
 
 RECIPES = next(p for p in (Path(__file__).parents[2] / "recipes", Path(__file__).parents[3] / "recipes") if p.is_dir())
@@ -118,7 +118,7 @@ def _result(config: RunConfig, ended: RunEnded) -> list[tuple[str, str]]:
     if before is not None and after is not None and n is not None:
         first = report.get("held_out_before", n)  # an older run's report has none
         of = "" if first == n else f" on {first:,} tasks"
-        rows.append(("result", f"held-out accuracy {before:.3f}{of} → {after:.3f} on {n:,} tasks"))
+        rows.append(("result", f"held-out accuracy {before:.3f}{of} → {after:.3f} on {n:,} tasks{unscored_of(report)}"))
     if given := report.get("held_out_given"):
         both = [(name, was, given["after"][name]) for name, was in given["before"].items() if name in given["after"]]
         changes = [f"{name.replace('_', ' ')} {was:.3f} → {now:.3f}" for name, was, now in both]

@@ -1,0 +1,46 @@
+"""Faults of evaluations whose attempts have no score: who is told, and when the run ends. See `faults`."""
+
+from __future__ import annotations
+
+from faults import Fault
+
+UNSCORED = "controller/test_unscored.py"
+
+EVALUATION_FAULTS = [
+    Fault(
+        "a first evaluation without a score does not end the run",
+        "        if self._first and (why := found.cause(self._first)) is not None:\n            raise RunFailed(why)\n",
+        "",
+        UNSCORED,
+    ),
+    Fault(
+        "a verifier that has judged ends the run at its first disturbance",
+        '        self._first = ""\n        self._tell(found)\n',
+        "        self._tell(found)\n",
+        UNSCORED,
+    ),
+    Fault(
+        "a model that does not end its replies is taken for a mistake",
+        "if self.attempts < PATIENCE or self.cut or self.reasons.total() < self.attempts:",
+        "if self.attempts < PATIENCE or self.reasons.total() < self.attempts:",
+        UNSCORED,
+    ),
+    Fault(
+        "one attempt with a score does not save the run",
+        "if self.attempts < PATIENCE or self.cut or self.reasons.total() < self.attempts:",
+        "if self.attempts < PATIENCE or self.cut or not self.reasons:",
+        UNSCORED,
+    ),
+    Fault(
+        "a warm-up repeats a reason at each measurement",
+        "                told.add(reason)\n",
+        "",
+        UNSCORED,
+    ),
+    Fault(
+        "the line of an evaluation keeps silent on attempts without a score",
+        "paragraphs(said + missing, self._width",
+        "paragraphs(said, self._width",
+        "observability/test_display.py",
+    ),
+]
