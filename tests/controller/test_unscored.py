@@ -51,7 +51,7 @@ def accuracy(evaluator: Evaluator) -> float:
 
 def test_where_none_has_a_score_the_run_ends_with_the_commonest_reason():
     with pytest.raises(RunFailed) as raised:
-        accuracy(Rounds([ended(NONE), ended(LATE), ended(LATE), ended(LATE)]))
+        accuracy(Rounds([ended(InfraError("other")), ended(LATE), ended(LATE), ended(LATE)]))
     said = str(raised.value)
     assert said.startswith(
         "none of the 4 attempts at held-out tasks has a score; the commonest reason (3): the agent is late. "
@@ -74,7 +74,10 @@ def test_a_verifier_that_has_judged_is_disturbed_and_the_run_goes_on():
     assert accuracy(Rounds(failed, first="")) == 0.0, "a run that goes on was judged before"
 
 
-@pytest.mark.parametrize("ends", [[ended(LATE)] * 2, [ended(LATE), ended(LATE), ended(NONE, Finish.LENGTH)], []])
+@pytest.mark.parametrize(
+    "ends",
+    [[ended(LATE)] * 2, [ended(LATE), ended(LATE), ended(LATE, Finish.LENGTH)], [ended(LATE)] * 4 + [ended(NONE)], []],
+)
 def test_too_few_or_a_model_that_does_not_end_its_replies_are_no_mistake(ends: list[Trajectory]):
     assert accuracy(Rounds(ends)) == 0.0
 

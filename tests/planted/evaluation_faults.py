@@ -21,14 +21,14 @@ EVALUATION_FAULTS = [
     ),
     Fault(
         "a model that does not end its replies is taken for a mistake",
-        "if self.attempts < PATIENCE or self.cut or self.reasons.total() < self.attempts:",
-        "if self.attempts < PATIENCE or self.reasons.total() < self.attempts:",
+        "isinstance(t.outcome, InfraError) and t.finish not in TRUNCATED",
+        "isinstance(t.outcome, InfraError)",
         UNSCORED,
     ),
     Fault(
         "one attempt with a score does not save the run",
-        "if self.attempts < PATIENCE or self.cut or self.reasons.total() < self.attempts:",
-        "if self.attempts < PATIENCE or self.cut or not self.reasons:",
+        "if self.attempts < PATIENCE or self.failed < self.attempts:",
+        "if self.attempts < PATIENCE or not self.failed:",
         UNSCORED,
     ),
     Fault(

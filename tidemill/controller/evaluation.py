@@ -34,13 +34,14 @@ class Unscored:
 
     attempts: int  # with those that have one
     reasons: Counter[str] = field(default_factory=Counter)
-    cut: int = 0  # of those without a score, the ones that a limit cut off
+    failed: int = 0  # infrastructure errors of attempts that no limit cut off
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Unscored:
         ends = [t for group in groups for t in group.ends]
         without = [(t, t.outcome.reason) for t in ends if isinstance(t.outcome, InfraError | Unscorable)]
-        return cls(len(ends), Counter(reason for _, reason in without), sum(t.finish in TRUNCATED for t, _ in without))
+        failed = sum(isinstance(t.outcome, InfraError) and t.finish not in TRUNCATED for t, _ in without)
+        return cls(len(ends), Counter(reason for _, reason in without), failed)
 
     @property
     def commonest(self) -> str:
@@ -49,9 +50,10 @@ class Unscored:
     def cause(self, where: str) -> str | None:
         """A sentence for the end of a run if this is a mistake and no disturbance, else None. where: the attempts were made.
 
-        A model that does not end its replies yet is neither.
+        Only where all attempts are infrastructure errors: what cannot be scored, or was cut off, may be the doing of a model
+        that has yet to learn.
         """
-        if self.attempts < PATIENCE or self.cut or self.reasons.total() < self.attempts:
+        if self.attempts < PATIENCE or self.failed < self.attempts:
             return None
         return (
             f"none of the {self.attempts:,} attempts at {where} has a score; the commonest reason "
