@@ -158,7 +158,12 @@ async def test_stop_takes_what_the_child_started_along(tmp_path: Path, start: St
     assert gone_within(grandchild, 2)
 
 
+def grandchildren() -> set[psutil.Process]:
+    return {child for server in psutil.Process().children() for child in server.children()}
+
+
 async def test_start_failures(start: Start) -> None:
+    before = grandchildren()  # of the process that runs tests, such as sandboxes that others keep
     with pytest.raises(StartFailed, match=r"engine-0 did not start: killed by SIGKILL(.|\n)*about to go"):
         await start({"start": "killed"})
     with pytest.raises(StartFailed, match="killed by SIGKILL"):  # though its fork still holds the pipe
@@ -172,7 +177,7 @@ async def test_start_failures(start: Start) -> None:
     with pytest.raises(StartFailed, match=r"engine-0 did not start: the fork server could not be started: .*No such file"):
         await start(command=["/no/such/program"])
     async with asyncio.timeout(20):  # what has ended is reaped when its server is told to, after the caller has heard of it
-        while [child for server in psutil.Process().children() for child in server.children()]:
+        while grandchildren() - before:
             await asyncio.sleep(0.005)
 
 
