@@ -34,7 +34,7 @@ async def test_random_trees_record_each_sampled_token_once(name: str) -> None:
     assert forks > 30, "hardly anything was forked"
 
 
-@pytest.mark.parametrize("number", [8, pytest.param(50, marks=pytest.mark.runs)])
+@pytest.mark.parametrize("number", [5, pytest.param(50, marks=pytest.mark.runs)])
 @pytest.mark.parametrize("name", [*TOKENIZERS, *WITH_TOOLS])
 async def test_random_trees_of_clients_that_try_again(name: str, number: int) -> None:
     """By HTTP, with tools where the template shows them: a request that is sent again is one call, and one sample."""

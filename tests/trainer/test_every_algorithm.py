@@ -68,6 +68,7 @@ def test_every_preset_has_one_gradient_in_each_split(name, dtype):
     check(presets()[name], dtype, SPLITS if dtype is torch.float64 else HARDEST)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("name", functions())
 def test_every_function_has_one_gradient(name):
     check(functions()[name], torch.float64, HARDEST[1:], num_hidden_layers=1)
@@ -107,6 +108,7 @@ def disordered(groups, seed):
     return [each[i] for i in rng.permutation(len(each))]
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("name", [name for name in presets() if name != "kto"])  # whose baseline pairs neighbours
 def test_neither_groups_nor_siblings_have_an_order(name):
     """What is trained does not follow from who arrived first: advantages, pairs, what a correction leaves out."""

@@ -28,6 +28,7 @@ from tidemill.weight_sync.sync_settings import SyncSettings
 NAMES = "Python SQLite cores memory|shared memory|disk extras PyTorch sandbox CUDA kernels weights parity scoring"
 
 
+@pytest.mark.runs
 def test_every_part_works_here(tidemill):
     said = tidemill("doctor", "--json")
     checks = json.loads(said.out)["checks"]

@@ -224,6 +224,7 @@ async def test_two_threads_agree_with_themselves(monkeypatch, threads):
     assert not await differing(arch, given, expected, "chunked", monkeypatch, batch_invariant=True)
 
 
+@pytest.mark.runs
 async def test_another_process_and_an_update_give_the_same_bits():
     given = asks(5, 8)
     expected = await alone(BASE, given, batch_invariant=True)

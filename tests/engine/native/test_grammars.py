@@ -199,10 +199,10 @@ async def test_model_logprobs_and_alternatives_are_the_unmodified_models() -> No
     engine = make_engine()
     done = await engine.generate(replace(asked(json_schema(SMALL), top_logprobs=3), extras=("model_logprobs",)))
     expected = reference_logprobs(model(), PROMPT, done.tokens)
-    np.testing.assert_allclose(done.extras["model_logprobs"], expected, atol=1e-5)
+    np.testing.assert_allclose(done.extras["model_logprobs"], expected, atol=1e-4)
     rows = log_softmax(reference(model(), np.concatenate([PROMPT, done.tokens])[:-1])[len(PROMPT) - 1 :])
     assert done.top_logprobs is not None
-    np.testing.assert_allclose(done.top_logprobs, -np.sort(-rows, axis=-1)[:, :3], atol=1e-5)
+    np.testing.assert_allclose(done.top_logprobs, -np.sort(-rows, axis=-1)[:, :3], atol=1e-4)
     await engine.close()
 
 

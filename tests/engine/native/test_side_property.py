@@ -90,7 +90,8 @@ async def played(engine: NativeEngine, receiver: AdapterReceiver, wanted: list[A
     return done
 
 
-@pytest.mark.parametrize("mode", ["keep", *(pytest.param(mode, marks=pytest.mark.runs) for mode in ("recompute", "finish"))])
+@pytest.mark.runs
+@pytest.mark.parametrize("mode", ["keep", "recompute", "finish"])
 @given(
     actions,
     st.sampled_from([3, 2048]),

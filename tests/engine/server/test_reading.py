@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -40,8 +41,12 @@ def said(text: str) -> list[dict[str, str]]:
 
 
 def resident() -> list[int]:
-    """Resident megabytes of each process below this one."""
-    return [process.memory_info().rss >> 20 for process in psutil.Process().children(recursive=True)]
+    """Resident megabytes of each process below this one that still lives."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(process.memory_info().rss >> 20)
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,7 @@ def check_pairs(of: Families, size: int, window: int | None, seed: int) -> None:
         assert float((a.double() - b).norm()) <= 2**-7 * float(b.norm()) + 1e-4
 
 
+@pytest.mark.runs
 @settings(max_examples=30)
 @given(families(), st.sampled_from([16, 32, 48, 64, 128]), st.sampled_from([None, 1, 3, 30, 256, 400]), st.integers(0, 99))
 def test_pairs_of_bfloat16_are_those_of_neighbours(of: Families, size: int, window: int | None, seed: int) -> None:
