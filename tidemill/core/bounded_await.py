@@ -94,7 +94,8 @@ async def bounded_call(
             result.set_result(work())
         except BaseException as error:
             plain = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which asyncio refuses
-            result.set_exception(error if plain else RuntimeError(f"{type(error).__name__}: {error}"))
+            other = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+            result.set_exception(error if plain else other)
 
     waiting = asyncio.wrap_future(result)
     begin(run)
@@ -118,7 +119,7 @@ async def _contained(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work  # bounded: by `bounded`
     except SystemExit as exit_:
-        raise RuntimeError(f"SystemExit: {exit_.code}") from exit_
+        raise RuntimeError(f"SystemExit: {exit_.code}").with_traceback(exit_.__traceback__) from exit_
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
