@@ -38,7 +38,7 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 
 
 def _made(function: Callable[..., Any], name: str, *split: str) -> Any:
-    """What a user's function of tasks returns. Raises ConfigError, with the line, when it raises anything."""
+    """The tasks that a user's function returns. Raises ConfigError when it raises."""
     try:
         return function(*split)
     except ConfigError:
