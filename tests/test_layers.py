@@ -98,6 +98,18 @@ def test_files_stay_readable():
     assert not [p for p in PACKAGE.rglob("*.py") if len(p.read_text().splitlines()) > 400]
 
 
+def test_functions_are_short():
+    """No function of the package is longer than 60 lines."""
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines"
+        for _, path in modules()
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > 60
+    ]
+    assert not long, long
+
+
 @pytest.mark.parametrize("module", LOOP)
 def test_the_loop_knows_interfaces_only(module):
     names = {name for name, _ in imported(PACKAGE / "controller" / f"{module}.py")}

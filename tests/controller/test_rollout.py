@@ -100,7 +100,8 @@ async def test_what_the_environment_raises_is_its_attempts_affair():
         await chat.reply(task.prompt)
         raise KeyError("gold")
 
-    assert await roll(FakeEnvironment(run)) == [InfraError("KeyError: 'gold'")] * 2
+    line = run.__code__.co_firstlineno + 2
+    assert await roll(FakeEnvironment(run)) == [InfraError(f"KeyError: 'gold' (test_rollout.py:{line})")] * 2
 
 
 async def test_an_environments_own_timeout_is_not_ours():
@@ -108,7 +109,8 @@ async def test_an_environments_own_timeout_is_not_ours():
         await chat.reply(task.prompt)
         raise TimeoutError("the socket")
 
-    assert await roll(FakeEnvironment(run)) == [InfraError("TimeoutError: the socket")] * 2
+    line = run.__code__.co_firstlineno + 2
+    assert await roll(FakeEnvironment(run)) == [InfraError(f"TimeoutError: the socket (test_rollout.py:{line})")] * 2
 
 
 async def test_an_episode_that_never_ends_is_aborted():

@@ -425,7 +425,7 @@ async def test_an_environment_of_its_own_class_judges_in_its_worker():
         assert {o.parts["pid"] for o in outcomes} != {os.getpid()}
         episodes = EpisodeSetup(env, TOKENIZER, SamplingParams(), 1000, 60.0)
         await episodes.judge(Task("t", "raise"), [[each] for each in attempts])
-        assert attempts[0].outcome == InfraError("LookupError: no rule")
+        assert attempts[0].outcome == InfraError("LookupError: no rule (faulty_environments.py:244)")
         attempts[0].outcome = attempts[1].outcome = None
         await episodes.judge(Task("t", "sleep"), [[each] for each in attempts])
         assert all(isinstance(a.outcome, InfraError) and "in judge, " in a.outcome.reason for a in attempts)

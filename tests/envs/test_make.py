@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -71,6 +72,16 @@ def test_a_row_that_comes_again_counts_again(tmp_path):
     assert len({task.id for task in tasks}) == 4
     given = splits_of(lambda split: [row, row] if split == "train" else [{**row, "prompt": "c"}], "given in code")
     assert len({task.id for task in given["train"]}) == 2
+
+
+def test_tasks_that_cannot_be_made_are_told_with_the_line():
+    def made(split):
+        return [{"prompt": "a"}][1:] if split == "train" else [{}["x"]]
+
+    line = made.__code__.co_firstlineno + 1
+    told = re.escape(f"environment 'mine': its tasks cannot be made for 'eval': KeyError: 'x' (test_make.py:{line})")
+    with pytest.raises(ConfigError, match=f"^{told}$"):
+        splits_of(made, "mine")
 
 
 async def test_rows_of_two_files_with_their_own_columns_and_messages(tmp_path):

@@ -165,9 +165,10 @@ async def test_what_is_alive_runs_here_one_call_after_the_other_under_its_limit(
     judge = RewardJudge(Client(), pool)
     outcomes = await judge(Task("t", "p"), [attempt(text) for text in ("a", "bb", "exit", "end")])
     assert outcomes[:2] == [Score(1.0), Score(2.0)] and sorted(calls) == ["a", "bb", "end", "exit"]
+    line = Client.__call__.__code__.co_firstlineno
     assert [outcome.reason for outcome in outcomes[2:]] == [
-        "Client raised RuntimeError: SystemExit: 3",
-        "Client raised RuntimeError: StopIteration: ",
+        f"Client raised RuntimeError: SystemExit: 3 (test_several_rewards.py:{line + 7})",
+        f"Client raised RuntimeError: StopIteration:  (test_several_rewards.py:{line + 9})",
     ]
     assert judge.notes[0].startswith("reward Client runs in this process, as with scoring.workers = 0: it is a Client of")
 

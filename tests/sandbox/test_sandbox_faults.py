@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tidemill.core import bounded_await
 from tidemill.core.episode_counts import counting
 from tidemill.core.errors import SandboxFailed
 from tidemill.core.types import InfraError, Score
@@ -92,6 +93,23 @@ async def test_a_stopped_supervisor_is_no_result(level: str, monkeypatch: pytest
         with pytest.raises(SandboxFailed, match=r"did not answer within 0.5 s"):
             await sandbox.run(WELL)
         await gone([supervisor])
+
+
+async def test_a_supervisor_that_takes_too_long_to_start_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, counts, create = asyncio.Event(), Counter[str](), asyncio.create_subprocess_exec
+
+    async def slow(*command: Any, **how: Any) -> asyncio.subprocess.Process:
+        await go.wait()
+        return await create(*command, **how)
+
+    async with Sandbox(SandboxSettings(level="limits", warm=0)) as sandbox:
+        with monkeypatch.context() as patched, counting(counts.update):
+            patched.setattr(asyncio, "create_subprocess_exec", slow)
+            patched.setattr(bounded_await, "SHORT_S", 0.05)
+            with pytest.raises(SandboxFailed, match=r"the sandbox \(limits\) did not start: no result within 0.05 s"):
+                await sandbox.run(WELL)
+        assert (await sandbox.run(WELL)).stdout == b"1\n", "the next one runs"
+    assert counts == {"sandbox/runs": 1, "sandbox/failed": 1}
 
 
 async def test_a_slow_program_is_ended_and_counted(level: str) -> None:

@@ -36,6 +36,7 @@ from tidemill.core.types import (
     Unscorable,
     Version,
 )
+from tidemill.core.user_code import TOLD, raised
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.episode_times import EpisodeTimes
@@ -158,7 +159,7 @@ def replies_of(rows: Sequence[Trajectory]) -> int:
 
 
 def _reason(error: Exception) -> str:
-    return clip(str(error) if isinstance(error, EpisodeFailed) else f"{type(error).__name__}: {error}")
+    return clip(str(error) if isinstance(error, EpisodeFailed) else raised(error), TOLD)
 
 
 class Rollout:

@@ -93,8 +93,7 @@ async def bounded_call(
         try:
             result.set_result(work())
         except BaseException as error:
-            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which asyncio refuses
-            result.set_exception(error if plain else RuntimeError(f"{type(error).__name__}: {error}"))
+            result.set_exception(error if _is_plain(error) else _in_its_place(error))
 
     waiting = asyncio.wrap_future(result)
     begin(run)
@@ -105,6 +104,15 @@ async def bounded_call(
         return waiting.result()
     finally:
         waiting.cancel()  # what comes later is dropped
+
+
+def _is_plain(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, StopIteration)  # which asyncio refuses
+
+
+def _in_its_place(error: BaseException) -> RuntimeError:
+    """An error with the type, text and frames of one that would end more than the call."""
+    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
@@ -118,7 +126,7 @@ async def _contained(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work  # bounded: by `bounded`
     except SystemExit as exit_:
-        raise RuntimeError(f"SystemExit: {exit_.code}") from exit_
+        raise RuntimeError(f"SystemExit: {exit_.code}").with_traceback(exit_.__traceback__) from exit_
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

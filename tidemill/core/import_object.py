@@ -112,7 +112,7 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code: whatever it raises is about their file
         del sys.modules[name]
-        raise ConfigError(f"file {str(path)!r} does not import: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"file {str(path)!r} does not import: {_raised(error)}") from error
     finally:
         _loading.pop()
     return module
@@ -124,7 +124,13 @@ def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:  # the user's code, as above
-        raise ConfigError(f"module {name!r} does not import: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"module {name!r} does not import: {_raised(error)}") from error
+
+
+def _raised(error: Exception) -> str:
+    from tidemill.core.user_code import raised  # only here: it loads NumPy
+
+    return raised(error)
 
 
 def _near(name: str, known: dict[str, Any]) -> str:

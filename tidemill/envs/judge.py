@@ -19,8 +19,9 @@ from tidemill.core.errors import ConfigError, NotImportable, Overdue
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Gold
 from tidemill.core.notebook_source.module_writer import reference_for
-from tidemill.core.outcomes import clip, outcome_of, outcomes_of
+from tidemill.core.outcomes import outcome_of, outcomes_of
 from tidemill.core.types import InfraError, Outcome, Task, Trajectory
+from tidemill.core.user_code import raised
 from tidemill.envs.code_checks.code_settings import prepared
 from tidemill.envs.rewards.gold import Teller, gold_reply, teller_beside
 from tidemill.envs.rewards.named import NAMED, named_reward
@@ -122,7 +123,7 @@ class RewardJudge:
             then = "was cancelled" if self.signature.awaits else "goes on in this process, where nothing kills it"
             return InfraError(f"{name} did not return within {limit_s:g} s and {then}")
         except Exception as error:  # the user's code may raise anything, and an exception is no score
-            return InfraError(f"{name} raised {type(error).__name__}: {clip(str(error))}")
+            return InfraError(f"{name} raised {raised(error)}")
 
     def _resolve(self, reward: str | Callable[..., Any]) -> tuple[str, Signature]:
         if isinstance(reward, str) and ":" not in reward:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Task
+from tidemill.core.user_code import raised
 from tidemill.envs.tasks import split_by_hash, task_of, told_apart
 
 Rows = Sequence[Task | Mapping[str, Any]]
@@ -21,10 +22,9 @@ HELD_OUT = ("eval", "test", "validation")  # names of splits that are not traine
 def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, list[Task]]:
     """The splits "train" and "eval" of a task source. Raises ConfigError for one that is not usable."""
     if callable(source):
-        made: Any = source
-        if _takes_nothing(made):
-            return splits_of(made(), name, share)
-        return {split: _tasks(made(split), f"{split} task", name) for split in ("train", "eval")}
+        if _takes_nothing(source):
+            return splits_of(_made(source, name), name, share)
+        return {split: _tasks(_made(source, name, split), f"{split} task", name) for split in ("train", "eval")}
     if isinstance(source, Mapping):
         return _of_table(source, name, share)
     return split_by_hash(_tasks(source, "task", name), share)
@@ -35,6 +35,17 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
         return not inspect.signature(function).parameters
     except ValueError:  # one of Python's own
         return False
+
+
+def _made(function: Callable[..., Any], name: str, *split: str) -> Any:
+    """The tasks that a user's function returns. Raises ConfigError when it raises."""
+    try:
+        return function(*split)
+    except ConfigError:
+        raise
+    except Exception as error:
+        asked = f" for {split[0]!r}" if split else ""
+        raise ConfigError(f"environment {name!r}: its tasks cannot be made{asked}: {raised(error)}") from error
 
 
 def _of_table(source: Mapping[str, Any], name: str, share: float) -> dict[str, list[Task]]:

@@ -21,9 +21,10 @@ from typing import Any
 
 from tidemill.core.chat_interface import Chat
 from tidemill.core.errors import ConfigError, EpisodeFailed, Overdue
-from tidemill.core.outcomes import clip, outcome_of, outcomes_of
+from tidemill.core.outcomes import outcome_of, outcomes_of
 from tidemill.core.reply import Worked
 from tidemill.core.types import InfraError, Outcome, Task
+from tidemill.core.user_code import raised
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.python_tasks import TaskSource
 from tidemill.envs.reward_list import told_apart, weighted
@@ -187,7 +188,7 @@ async def _rewarded(
     except EpisodeFailed:
         raise
     except Exception as error:  # the user's code may raise anything, and an exception is no score
-        return InfraError(f"{signature.name} raised {type(error).__name__}: {clip(str(error))}")
+        return InfraError(f"{signature.name} raised {raised(error)}")
     return outcomes_of(value, signature.name, 1)[0] if signature.group else outcome_of(value, signature.name)
 
 

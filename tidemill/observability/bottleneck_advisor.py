@@ -11,9 +11,9 @@ The gain is an upper bound: the time that is left when this wait ends and no oth
 
 A second advice is on engines whose episodes are often outside of them, in tools or with agents: see `engine_share`.
 
-    list scheduling allows little                 -> more episodes in flight, or faster tools
-    less than it allows, as few are in flight     -> those that have ended hold places: more lag, a window, smaller groups
-    less than it allows, with many in flight      -> what engines do besides, or their queue
+    engines are about as busy as they could be    -> more episodes in flight, or faster tools
+    less busy, and few episodes are in flight     -> those that have ended hold places: more lag, a window, smaller groups
+    less busy, and many are in flight             -> what engines do besides, or their queue
 """
 
 from __future__ import annotations
@@ -151,14 +151,13 @@ def _others(whom: str, share: float) -> str:
 
 
 def advise_engines(found: EngineShare, time: Account, setup: Setup) -> str:
-    """Sentences on engines whose episodes are often outside: their share of the time, what is allowed, what to change."""
-    waits = f"median {found.outside_median_s:.2g} s, 99 % within {found.outside_p99_s:.2g} s"
-    share = (
-        f"engines computed {found.busy:.0%} of the time. With {found.places:,} episodes in flight at most, and each outside "
-        f"of engines for {found.outside:.0%} of its time ({waits}), list scheduling allows {found.allowed:.0%}: this is "
-        f"{found.of_allowed:.0%} of it"
+    """Sentences on engines whose episodes are often outside: how busy they were, how busy they could be, what to change."""
+    waits = f"between turns: median {found.outside_median_s:.2g} s, 99 % within {found.outside_p99_s:.2g} s"
+    return (
+        f"engines computed {found.busy:.0%} of the time; episodes were outside of them for {found.outside:.0%} of theirs "
+        f"({waits}). With at most {found.places:,} of these episodes in flight, engines could have computed up to "
+        f"{max(found.allowed, found.busy):.0%} of the time. {_more_of(found, time, setup)}"
     )
-    return f"{share}. {_more_of(found, time, setup)}"
 
 
 def _more_of(found: EngineShare, time: Account, setup: Setup) -> str:
@@ -166,15 +165,23 @@ def _more_of(found: EngineShare, time: Account, setup: Setup) -> str:
     if found.of_allowed >= ENOUGH:
         if found.allowed >= ENOUGH:
             return "Nothing is to be gained here"
-        return f"More episodes in flight would give more: raise max_lag (now {setup.max_lag}) or rollout.groups"
+        return (
+            f"The gap is small. Only more episodes in flight keep engines busier: raise max_lag (now {setup.max_lag}) or "
+            "rollout.groups; or make the tools faster"
+        )
+    return f"The gap is large: {_cause_of_gap(found, time, setup)}"
+
+
+def _cause_of_gap(found: EngineShare, time: Account, setup: Setup) -> str:
     if found.busy >= ENOUGH * found.allowed_in_flight:
-        ended = f"{found.in_flight:.0f} were in flight on average: the other places were held by episodes that had ended"
+        flying = f"on average {found.in_flight:.0f} episodes were in flight"
+        ended = f"{flying}. The other places were held by episodes that had ended and"
         if (trains := time.shares().get(TRAINER, {}).get("train", 0.0)) >= ENOUGH:
-            return f"{ended} and waited for the trainer, which computed {trains:.0%} of the time"
-        wait = f"raise max_lag (now {setup.max_lag}) or rollout.window (now {setup.window}), or have smaller groups"
-        return f"{ended} and waited for siblings, their judgement or the trainer: {wait}"
+            return f"{ended} waited for the trainer, which computed {trains:.0%} of the time"
+        wait = f"Raise max_lag (now {setup.max_lag}) or rollout.window (now {setup.window}), or have smaller groups"
+        return f"{ended} waited for their siblings, their judgement or the trainer. {wait}"
     if found.queued >= LITTLE:
-        return f"Episodes waited {found.queued:.0%} of their time in the engines' queues: raise engine.max_sequences"
+        return f"episodes waited {found.queued:.0%} of their time in the engines' queues. Raise engine.max_sequences"
     others = (TRAINER, CONTROLLER, REFERENCE)
     engines = [kinds for name, kinds in time.shares().items() if not name.startswith(others)]
     besides = {
@@ -184,11 +191,11 @@ def _more_of(found: EngineShare, time: Account, setup: Setup) -> str:
     }
     spent = {kind: sum(kinds.get(kind, 0.0) for kinds in engines) / max(len(engines), 1) for kind in besides}
     most = max(spent, key=spent.__getitem__)
-    return f"Beside computing, engines spent most on {besides[most]} ({spent[most]:.0%}): {_CHANGES[most]}"
+    return f"beside computing, engines spent most time on {besides[most]} ({spent[most]:.0%}). {_CHANGES[most]}"
 
 
 _CHANGES = {
-    "sync": "publish less often (more groups a step)",
-    "yield": "ask for longer replies, or fewer of them",
-    "asleep": "give the trainer a device of its own (placement.share)",
+    "sync": "Publish less often (more groups a step)",
+    "yield": "Ask for longer replies, or fewer of them",
+    "asleep": "Give the trainer a device of its own (placement.share)",
 }

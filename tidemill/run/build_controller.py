@@ -86,22 +86,10 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
     first = "" if ledger.next_group_id() else "held-out tasks"  # what has begun was judged
     evaluator = Evaluator(cluster.pool, episodes, config.seed, session.monitor.unscored, first)
     evaluate = _evaluation(session, evaluator, held_out)
-    algorithm.recall(ledger.metrics_of, session.note)
-    await cluster.turns.trainer()  # it may train steps again
-    exact = await take_up_exactly(ledger, checkpoints, cluster.trainer, session.note) if config.deterministic else None
-    point = exact
-    if point is None:
-        reached = _made_up(session, cluster.turns, publisher, evaluate)
-        point = await take_up(ledger, checkpoints, cluster.trainer, algorithm, session.note, reached, policies)
-    for version in session.frozen.values():
-        ledger.publish(version)
-    if ledger.next_group_id() > 0:
-        session.note(f"going on from step {point.step} of {config.steps}")
-        if known := ledger.evaluations():
-            session.monitor.remember(known[-1].metrics)
+    point, exact = await _taken_up(session, cluster, checkpoints, algorithm, publisher, evaluate)
     recorded = Recorded(ledger, roller) if exact else None
     restart = TrainerRestart(
-        *(cluster.process, cluster.trainer, cluster.pool, ledger, checkpoints, algorithm, point, exact is not None),
+        *(cluster.process, cluster.trainer, cluster.pool, ledger, checkpoints, algorithm, point, exact),
         partial(session.begin_again, "the trainer"),
         session.note,
         policies,
@@ -130,6 +118,32 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
         again=Experience(ledger, config.data.replay, plan.replayed),
         timeline=session.monitor.loop,
     )
+
+
+async def _taken_up(
+    session: Session,
+    cluster: Cluster,
+    checkpoints: Checkpoints,
+    algorithm: ConfiguredAlgorithm | Mixture | PolicyAlgorithms,
+    publisher: PoolPublisher,
+    evaluate: Evaluation,
+) -> tuple[ResumePoint, bool]:
+    """Bring the trainer to where the run stands. True: exactly, so that recorded groups are given out once more."""
+    config, ledger, note = session.config, session.ledger, session.note
+    algorithm.recall(ledger.metrics_of, note)
+    await cluster.turns.trainer()  # it may train steps again
+    exact = await take_up_exactly(ledger, checkpoints, cluster.trainer, note) if config.deterministic else None
+    point = exact
+    if point is None:
+        reached = _made_up(session, cluster.turns, publisher, evaluate)
+        point = await take_up(ledger, checkpoints, cluster.trainer, algorithm, note, reached, config.trained_policies)
+    for version in session.frozen.values():
+        ledger.publish(version)
+    if ledger.next_group_id() > 0:
+        note(f"going on from step {point.step} of {config.steps}")
+        if known := ledger.evaluations():
+            session.monitor.remember(known[-1].metrics)
+    return point, exact is not None
 
 
 def _roller(

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.core.atomic_files import write_json
+from tidemill.core.errors import ConfigError, RunFailed, TidemillError
+from tidemill.core.user_code import place_of, raised
 from tidemill.observability.stall_report import Wait, open_waits
 from tidemill.runtime.placement import Handle
 
@@ -56,10 +58,25 @@ def record_failure(folder: Path, error: BaseException) -> None:
             "at": time.time(),
             "pid": os.getpid(),
             "kind": type(error).__name__,
-            "message": str(error) or (INTERRUPTED if isinstance(error, _INTERRUPTIONS) else ""),
+            "message": _message(error),
             "trace": _trace(error),
+            "whole": _is_whole(error),
         }
         write_json(folder / FAILURE, about)
+
+
+def _message(error: BaseException) -> str:
+    """The error's own sentence; of an exception that is none of ours and has come from a user's file, also its line."""
+    if isinstance(error, _INTERRUPTIONS):
+        return str(error) or INTERRUPTED
+    return str(error) if isinstance(error, TidemillError) or not place_of(error) else raised(error)
+
+
+def _is_whole(error: BaseException) -> bool:
+    """The message says what the user is to mend: our traceback beside it would only hide it."""
+    others = isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, BaseExceptionGroup)
+    ended = isinstance(error, RunFailed) and not others and not getattr(error, "__notes__", ())
+    return isinstance(error, ConfigError) or ended
 
 
 def _trace(error: BaseException) -> str:

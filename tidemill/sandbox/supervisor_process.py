@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import tidemill.sandbox
-from tidemill.core.errors import ConfigError, SandboxFailed
+from tidemill.core.errors import ConfigError, Overdue, SandboxFailed
 from tidemill.runtime.started_process import kill_group, started_process
 from tidemill.sandbox import bubblewrap, execution, landlock, seccomp
 from tidemill.sandbox.bridge import address_of, bridged
@@ -71,10 +71,11 @@ class SupervisorProcess:
             how: dict[str, Any] = {"pass_fds": passed}
             if level == "bubblewrap" and user:
                 how |= {"user": user, "group": user, "extra_groups": []}
-            pipe = asyncio.subprocess.PIPE
-            process = await started_process(
-                *argv, json.dumps(given), stdin=pipe, stdout=pipe, stderr=pipe, env={"PYTHONHASHSEED": "0"}, cwd="/", **how
-            )
+            how |= dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+            try:
+                process = await started_process(*argv, json.dumps(given), env={"PYTHONHASHSEED": "0"}, cwd="/", **how)
+            except Overdue as late:
+                raise SandboxFailed(f"the sandbox ({level}) did not start: {late}") from None
             started = cls(process, level, settings, held.pop_all())
         try:
             await started._message(START_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from cli.commands.conftest import ENVIRONMENT, RECIPE
 from typer.testing import CliRunner
 
 from tidemill.cli.commands import judging
-from tidemill.cli.commands.evaluate import interval
+from tidemill.cli.commands.evaluate import _reasons, interval
 from tidemill.cli.main import app
+from tidemill.controller.evaluation import Unscored
 from tidemill.ledger import SqliteLedger
 from tidemill.run.storage.run_folder import read_json
 
@@ -88,7 +90,21 @@ def test_attempts_without_a_score_are_counted_and_not_solved(tidemill, troubled:
     said = json.loads(tidemill("eval", troubled, "--json").out)
     assert (said["infra_errors"], said["unscorable"], said["n"]) == (4, 0, 40)  # 7, 17, 27, 37
     assert said["accuracy"] == 0.9 and said["reward"] == 1.0
-    assert "4 infrastructure errors, 0 unscorable; these count as not solved" in tidemill("eval", troubled).out
+    line = (troubled.parent / "env.py").read_text().split("raise RuntimeError")[0].count("\n") + 1
+    assert said["reasons"] == {f"RuntimeError: the \x1b[31msandbox is gone (env.py:{line})": 4}
+    shown = tidemill("eval", troubled).out
+    assert "4 infrastructure errors, 0 unscorable; these count as not solved" in shown
+    assert f"\n            RuntimeError: the ␛[31msandbox is gone (env.py:{line}) × 4\n" in shown
+
+
+def test_only_the_commonest_reasons_are_shown_one_by_one():
+    rows = _reasons(Unscored(99, Counter({"late": 40, **{f"no gold for {i}": 10 - i for i in range(6)}})))
+    assert [said for _, said in rows] == [
+        "late × 40",
+        *(f"no gold for {i} × {10 - i}" for i in range(4)),
+        "other reasons × 11",
+    ]
+    assert _reasons(Unscored(99)) == []
 
 
 @pytest.mark.parametrize("which", ["run", "a run that cannot be written", "model"])

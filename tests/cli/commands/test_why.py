@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.cli.commands import run_state as command
+from tidemill.core.errors import ConfigError, RunFailed
 from tidemill.ledger import SqliteLedger
 from tidemill.run.status_file import FAILURE, STATUS, record_failure
 from tidemill.run.storage.run_folder import read_json
@@ -106,6 +107,44 @@ def test_one_that_failed_or_was_stopped_waits_for_nobody(tidemill, waiting: Path
     (waiting / "interrupted.json").write_text("{}")
     said = tidemill("why", waiting)
     assert said.code == 1 and "stopped when it was asked to" in said.out and "forward_backward" not in said.out
+
+
+def failed(error: Exception, cause: Exception | None = None) -> Exception:
+    """The error as it is after it was raised."""
+    with pytest.raises(type(error)) as found:
+        raise error from cause
+    return found.value
+
+
+NO_REPLY = ExceptionGroup("tasks", [RuntimeError("no reply")])
+ENDS = {
+    "a mistake": (ConfigError("unknown key 'x'"), None, False),
+    "nothing scored": (RunFailed("3 groups in a row"), NO_REPLY, False),
+    "an engine's fault": (RunFailed("engine-0 died"), RuntimeError("out of pages"), True),
+    "ours": (AssertionError("never empty"), None, True),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_traceback_is_shown_of_what_is_not_the_users_to_mend(tidemill, waiting: Path, name: str):
+    error, cause, shown = ENDS[name]
+    record_failure(unfinished(waiting), failed(error, cause))
+    said = tidemill("why", waiting).out
+    assert f"{error}" in said and ("Traceback" in said) is shown
+    assert "Traceback" in read_json(waiting / FAILURE)["trace"], "it is kept in any case"
+
+
+def test_a_failure_of_an_earlier_version_is_shown_with_its_traceback(tidemill, waiting: Path):
+    record_failure(unfinished(waiting), failed(RunFailed("gone")))
+    about = read_json(waiting / FAILURE)
+    del about["whole"]
+    (waiting / FAILURE).write_text(json.dumps(about))
+    assert "Traceback" in tidemill("why", waiting).out
+
+
+def test_an_exception_from_a_users_file_is_told_with_its_line(tidemill, waiting: Path):
+    record_failure(unfinished(waiting), failed(KeyError("column")))
+    assert "first cause  KeyError: 'column' (test_why.py:" in tidemill("why", waiting).out
 
 
 def test_what_an_earlier_end_left_is_not_the_next_ones(tidemill, waiting: Path, trained: Path):

@@ -17,7 +17,7 @@ from tidemill.cli.commands.judging import in_its_workers, recipe_of, scoring_wor
 from tidemill.cli.commands.run_state import is_run, state_of
 from tidemill.cli.commands.screen import Row, print_json, show_rows
 from tidemill.controller.engine_pool import EnginePool, Member
-from tidemill.controller.evaluation import Evaluator, interval
+from tidemill.controller.evaluation import Evaluator, Unscored, interval
 from tidemill.controller.policy_pools import PolicyPools, Pool
 from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.errors import ConfigError
@@ -27,6 +27,7 @@ from tidemill.core.interfaces import Environment
 from tidemill.core.types import Metrics
 from tidemill.envs.build_environment import make_environment
 from tidemill.models.conversations import check_prompts
+from tidemill.observability.safe_text import visible
 from tidemill.run.build_controller import make_episodes
 from tidemill.run.frozen_folders import frozen_version
 from tidemill.run.hub_names import fetched
@@ -37,6 +38,7 @@ from tidemill.run.storage.run_folder import RunFolder
 
 Which = Literal["final", "initial"]
 MATTERS = ("env", "rollout", "engine", "eval", "scoring", "placement", "seed")  # tables that an evaluation reads
+MOST_REASONS = 5  # for which attempts have no score, that are shown
 SAME_FIGURES = {"placement", "scoring"}  # those of them that cannot change its result
 
 
@@ -63,14 +65,16 @@ def evaluate(
             f"nothing judges the tasks of {target}: give env.reward=..., or read held_out_given in its report.json"
         )
     with working("eval", f"{subject.model}: greedy, {subject.tasks:,} held-out tasks", as_json, subject.logs):
-        environment, results, seconds = asyncio.run(_run(subject))
+        environment, results, unscored, seconds = asyncio.run(_run(subject))
     known = subject.recorded
     recorded = known[1] if known is not None and known[0] == results["n"] else None
     if as_json:
         about = {"model": str(subject.model), "environment": environment}
-        print_json({**about, **as_figures(results), "recorded_accuracy": recorded})
+        reasons = dict(unscored.reasons.most_common(MOST_REASONS))
+        print_json({**about, **as_figures(results), "reasons": reasons, "recorded_accuracy": recorded})
     else:
-        _show(f" on {environment}", subject.model, as_figures(results), seconds, recorded)
+        rows = [*_rows(as_figures(results), seconds, recorded), *_reasons(unscored)]
+        show_rows(Text.assemble((shown(subject.model), "bold"), f" on {environment}"), rows)
     return 0
 
 
@@ -148,9 +152,9 @@ def _recorded(folder: RunFolder, which: Which, changed: Sequence[str]) -> tuple[
     return report["held_out"], accuracy
 
 
-async def _run(subject: Subject) -> tuple[str, Metrics, float]:
-    """The environment's name, the results, and the seconds that they took."""
-    config, begin = subject.config, time.monotonic()
+async def _run(subject: Subject) -> tuple[str, Metrics, Unscored, float]:
+    """The environment's name, the results, why attempts have no score, and the seconds that it took."""
+    config, begin, told = subject.config, time.monotonic(), list[Unscored]()
     async with (
         scoring_workers(config) as scorer,
         in_its_workers(config, make_environment(config.env, scorer), config.env) as environment,
@@ -161,9 +165,9 @@ async def _run(subject: Subject) -> tuple[str, Metrics, float]:
         check_prompts(tasks, model.tokenizer, config.engine.context_of(known.context), known.vocab)
         with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as logs:
             async with _serving(subject, model.path, Path(logs)) as pool:
-                evaluator = Evaluator(pool, _episodes(subject, environment, model), config.seed)
+                evaluator = Evaluator(pool, _episodes(subject, environment, model), config.seed, told.append)
                 results = await evaluator(tasks)
-        return environment.name, results, time.monotonic() - begin
+        return environment.name, results, told[0], time.monotonic() - begin
 
 
 @asynccontextmanager
@@ -203,7 +207,7 @@ def as_figures(results: Metrics) -> dict[str, Any]:
     return {**results, **counts, "accuracy_ci95": [low, high]}
 
 
-def _show(on: str, model: Path, f: Mapping[str, Any], seconds: float, recorded: float | None) -> None:
+def _rows(f: Mapping[str, Any], seconds: float, recorded: float | None) -> list[Row]:
     low, high = f["accuracy_ci95"]
     accuracy = Text.assemble(
         (f"{f['accuracy']:.4f}", "bold green"), f" ± {f['accuracy_se']:.4f}   95 % CI {low:.3f} to {high:.3f}"
@@ -214,7 +218,7 @@ def _show(on: str, model: Path, f: Mapping[str, Any], seconds: float, recorded: 
         accuracy.append(f"   {said}", "dim" if same else "bold yellow")
     failed = f["infra_errors"] + f["unscorable"]
     what = f"{f['infra_errors']:,} infrastructure errors, {f['unscorable']:,} unscorable"
-    rows: list[Row] = [
+    return [
         ("tasks", f"{f['n']:,} held-out, greedy, in {seconds:.1f} s"),
         ("accuracy", accuracy),
         ("reward", f"{f['reward']:.4f}"),
@@ -222,7 +226,13 @@ def _show(on: str, model: Path, f: Mapping[str, Any], seconds: float, recorded: 
         *((key.removesuffix("/accuracy"), _share(f, key)) for key in f if key.endswith("/accuracy")),
         ("failed", Text(f"{what}; these count as not solved" if failed else what, "bold red" if failed else "")),
     ]
-    show_rows(Text.assemble((shown(model), "bold"), on), rows)
+
+
+def _reasons(unscored: Unscored) -> list[Row]:
+    """The commonest reasons for which attempts have no score, each with its number."""
+    rows: list[Row] = [("", f"{visible(reason)} × {n:,}") for reason, n in unscored.reasons.most_common(MOST_REASONS)]
+    others = sum(n for _, n in unscored.reasons.most_common()[MOST_REASONS:])
+    return [*rows, ("", f"other reasons × {others:,}")] if others else rows
 
 
 def _share(figures: Mapping[str, Any], key: str) -> str:

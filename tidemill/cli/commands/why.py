@@ -63,7 +63,7 @@ def _show(run: Path, about: dict[str, Any]) -> None:
         rows.append(("engines", visible(share["text"])))
     rows += [("events" if i == 0 else "", _event(e)) for i, e in enumerate(about["events"])]
     screen = show_rows(str(run), rows)
-    if failure is not None and about["state"] == "failed":
+    if failure is not None and about["state"] == "failed" and not failure.get("whole"):  # older runs' files do not say
         screen.print(Text("\n".join(visible(line) for line in failure["trace"].expandtabs().splitlines()), "dim"))
 
 

@@ -29,11 +29,11 @@ from tidemill.core.types import Array, Completion, Finish, GenerateRequest, InFl
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.adapter_staging import SidePolicies
-from tidemill.engine.native.batch_invariant import check_machine, expect_cpu, run_invariant
-from tidemill.engine.native.cache_size import device_of, pages_of
+from tidemill.engine.native.batch_invariant import check_machine, run_invariant
+from tidemill.engine.native.cache_size import pages_of
 from tidemill.engine.native.cuda_graphs import paged_cache
 from tidemill.engine.native.engine_settings import EngineSettings
-from tidemill.engine.native.first_weights import first_weights
+from tidemill.engine.native.first_weights import first_weights, placed
 from tidemill.engine.native.grammars import Grammars
 from tidemill.engine.native.kept_conversations import KeptConversations
 from tidemill.engine.native.kv_blocks import BlockManager
@@ -92,11 +92,8 @@ class NativeEngine:
         spelling: the bytes of each token id, to hold replies to a grammar; None: none can be held here.
         """
         self.name, self.settings, self.eos_ids = name, settings, eos_ids
-        device = device_of(settings.device)
+        decoder, device = placed(decoder, settings)
         self._device = torch.device(device)
-        if settings.batch_invariant:
-            expect_cpu(device)
-        decoder = decoder.to(self._device, getattr(torch, settings.dtype)).requires_grad_(False)
         self._arch, self._dtype = decoder.arch, decoder.embed.weight.dtype
         pack = not settings.batch_invariant  # those products have a shape of their own
         weights, staging, served = first_weights(

@@ -14,6 +14,7 @@ from typing import Any
 from tidemill.core.errors import CallFailed, NoWorkers, WorkerLost
 from tidemill.core.outcomes import clip
 from tidemill.core.types import InfraError, Outcome, Score
+from tidemill.core.user_code import TOLD, raised
 from tidemill.envs.reward_workers.reward_worker import MAX_REPLY, Outcomes, RewardRequest, invoke
 from tidemill.runtime.workers.worker import WorkerKind
 from tidemill.runtime.workers.worker_pool import WorkerPool
@@ -95,8 +96,8 @@ def _here(request: RewardRequest) -> list[Outcome]:
     try:
         return invoke(request)
     except (Exception, SystemExit) as error:
-        return _failed(request, f"{request.name} raised {type(error).__name__}: {clip(str(error))}")
+        return _failed(request, f"{request.name} raised {raised(error)}")
 
 
 def _failed(request: RewardRequest, reason: str) -> list[Outcome]:
-    return [InfraError(clip(reason, 500))] * max(1, request.count)
+    return [InfraError(clip(reason, TOLD))] * max(1, request.count)

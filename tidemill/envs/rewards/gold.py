@@ -14,6 +14,7 @@ from typing import Any
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Gold
 from tidemill.core.types import Task, Unscorable
+from tidemill.core.user_code import raised
 from tidemill.envs.rewards.boxes import boxed
 from tidemill.envs.rewards.named import BOXED
 from tidemill.envs.rewards.signature import Signature
@@ -55,7 +56,7 @@ def told_by(teller: Teller, task: Task) -> Gold:
         every = any(p.kind is p.VAR_KEYWORD for p in parameters)
         reply = teller(**{k: v for k, v in values.items() if every or k in {p.name for p in parameters}})
     except Exception as error:  # the user's code may raise anything
-        raise ConfigError(f"gold() of task {task.id} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"gold() of task {task.id} raised {raised(error)}") from error
     if reply is None:
         return Unscorable("gold() knows none")
     if isinstance(reply, str | Unscorable) or (isinstance(reply, list) and reply and all(isinstance(r, str) for r in reply)):

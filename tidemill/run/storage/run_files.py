@@ -43,6 +43,7 @@ class Failure(msgspec.Struct):
     kind: str
     message: str
     trace: str
+    whole: bool = False  # the message says all that there is to mend, and no traceback is shown beside it
 
 
 class Recipe(msgspec.Struct):

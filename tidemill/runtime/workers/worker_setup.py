@@ -16,11 +16,13 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
 from tidemill.core import fault_injection, serialization
-from tidemill.core.outcomes import clip, plain
+from tidemill.core.errors import ConfigError
+from tidemill.core.outcomes import SHOWN, plain
+from tidemill.core.user_code import raised
 from tidemill.runtime.workers.frames import HEADER_BYTES, CallFailure, WorkerNote, framed, size_of
 from tidemill.runtime.workers.keeper import KEEPERS, die_with_parent
 
-_REASON, _TRACE = 2000, 6000  # characters of an exception and of its stack that are sent
+_REASON, _TRACE = 2000, 6000  # characters of a sentence for the user, and of a stack, that are sent
 
 
 class Channel:
@@ -72,7 +74,7 @@ def failure(number: int, error: BaseException, children: bool = False) -> CallFa
     """The frame for an exception of the user's code; of a gigabyte's message, too, a short one."""
     from traceback import format_tb  # only here: most workers never need it
 
-    reason = f"{type(error).__name__}: {clip(str(error), _REASON)}"
+    reason = raised(error, _REASON if isinstance(error, ConfigError) else SHOWN)
     trace = plain("".join(format_tb(error.__traceback__))[-_TRACE:])
     return CallFailure(number, reason, f"{trace}{reason}", children)
 
