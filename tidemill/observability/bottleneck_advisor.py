@@ -155,8 +155,8 @@ def advise_engines(found: EngineShare, time: Account, setup: Setup) -> str:
     waits = f"between turns: median {found.outside_median_s:.2g} s, 99 % within {found.outside_p99_s:.2g} s"
     return (
         f"engines computed {found.busy:.0%} of the time; episodes were outside of them for {found.outside:.0%} of theirs "
-        f"({waits}). With at most {found.places:,} of these episodes in flight, engines could have computed up to "
-        f"{max(found.allowed, found.busy):.0%} of the time. {_more_of(found, time, setup)}"
+        f"({waits}). With at most {found.places:,} of these episodes in flight, list scheduling would have let them compute "
+        f"{found.allowed:.0%}: they reached {found.of_allowed:.0%} of that. {_more_of(found, time, setup)}"
     )
 
 
