@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -95,6 +96,12 @@ async def test_every_end_of_a_program_has_its_outcome(given: Task, expected: Out
         lambda messages: said(forged if given.data.get("word") == "forged" else f"to {messages[-1]['content']}")
     )
     assert await play(given, chat) == expected
+
+
+async def test_an_exception_of_a_program_is_told_with_its_line() -> None:
+    outcome = await play(task("raises"))
+    assert isinstance(outcome, Unscorable)
+    assert re.search(r'playing_agent.py", line \d+, in play / .* / TypeError: can only concatenate str', outcome.reason), outcome
 
 
 async def test_an_agent_whose_calls_are_refused_is_told_why() -> None:

@@ -120,7 +120,8 @@ class AgentProcess(asyncio.SubprocessProtocol):
             self._report = -1
         if self._flood or code == 0:
             return self._flood
-        words = self._errors.decode(errors="replace").strip().splitlines()
+        lines = self._errors.decode(errors="replace").strip().splitlines()
+        words = [line for line in lines if line.strip(" ^~")]  # without the marks under a line of Python
         how = describe(code) if code is not None else "it does not end"
         return f"ended with {how}" + (f"; its last words: {clip(' / '.join(words[-3:]))}" if words else "")
 

@@ -22,6 +22,8 @@ def play(task: dict, base_url: str, key: str) -> dict:
     if word == "fail":
         print("something went wrong here", file=sys.stderr)
         sys.exit(3)
+    if word == "raises":
+        return {"id": task["id"], "score": task["data"]["answer"] + 1}
     if word == "hang":
         print("waiting", flush=True)
         time.sleep(3600)
