@@ -1,9 +1,10 @@
 """Many episodes whose tools are slow: how much of the time the engine computes, beside what list scheduling allows.
 
-    python benchmarks/slow_tools.py [--groups 8] [--group-size 4] [--lag 24] [--window 60] [--steps 90] [--tokens 96]
+    python benchmarks/slow_tools.py [--groups 8] [--group-size 4] [--lag 32] [--window 80] [--steps 60] [--tokens 96]
 
 Each episode replies four times and calls a tool between (log-normal, median 0.5 s, 99 % within 12 s), in a real run: one
-engine and one trainer with a thread each, and two workers of the environment. The figures are those of `tidemill why`; the
+engine and one trainer with a thread each, and two workers of the environment. The defaults keep about 200 episodes in flight.
+The figures are those of `tidemill why`; the
 waits that the environment drew stand beside those that the controller saw. Prints a table and writes
 `results/slow_tools.json`.
 """
@@ -77,9 +78,9 @@ def main() -> None:
     parser.add_argument("--size", default="0.7m", choices=MODELS)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--lag", type=int, default=24)
-    parser.add_argument("--window", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--lag", type=int, default=32)
+    parser.add_argument("--window", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
