@@ -25,7 +25,9 @@ PEER_vllm := vllm$(if $(shell command -v nvidia-smi),,-cpu)==0.32.* --editable .
 PEER_trl := trl==1.16.* peft==0.21.*
 PEER_deepspeed := --constraint constraints.txt --editable '.[gym,deepspeed]'
 
-.PHONY: demo test clients test-runs test-backends test-deepspeed lint types unit format clean peers vllm sglang
+.PHONY: install demo test clients test-runs test-backends test-deepspeed lint types unit format clean peers vllm sglang
+
+install: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/tidemill demo $(ARGS)

@@ -3,10 +3,9 @@
     python benchmarks/slow_tools.py [--groups 8] [--group-size 4] [--lag 32] [--window 80] [--steps 60] [--tokens 96]
 
 Each episode replies four times and calls a tool between (log-normal, median 0.5 s, 99 % within 12 s), in a real run: one
-engine and one trainer with a thread each, and two workers of the environment. The defaults keep about 200 episodes in flight.
-The figures are those of `tidemill why`; the
-waits that the environment drew stand beside those that the controller saw. Prints a table and writes
-`results/slow_tools.json`.
+engine and one trainer with a thread each, and two workers of the environment. The defaults keep some 200 episodes in flight.
+The figures are those of `tidemill why`; the waits that the environment drew stand beside those that the controller saw.
+Prints a table and writes `results/slow_tools.json`.
 """
 
 from __future__ import annotations

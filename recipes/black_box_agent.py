@@ -41,12 +41,19 @@ async def play(client: Any, task: dict[str, Any]) -> None:
     print(json.dumps({"id": task["id"], "score": right / (LENGTH - 1)}), flush=True)
 
 
+async def play_or_tell(client: Any, task: dict[str, Any]) -> None:
+    try:
+        await play(client, task)
+    except Exception as error:
+        print(json.dumps({"id": task["id"], "score": None, "reason": f"{type(error).__name__}: {error}"}), flush=True)
+
+
 async def main() -> None:
     from openai import AsyncOpenAI
 
     playing, client = set[asyncio.Task[None]](), AsyncOpenAI(base_url="http://localhost", api_key="of each task")
     while line := await asyncio.to_thread(sys.stdin.readline):
-        playing.add(one := asyncio.create_task(play(client, json.loads(line))))
+        playing.add(one := asyncio.create_task(play_or_tell(client, json.loads(line))))
         one.add_done_callback(playing.discard)
 
 

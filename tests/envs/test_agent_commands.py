@@ -101,7 +101,7 @@ async def test_every_end_of_a_program_has_its_outcome(given: Task, expected: Out
 async def test_an_exception_of_a_program_is_told_with_its_line() -> None:
     outcome = await play(task("raises"))
     assert isinstance(outcome, Unscorable)
-    assert re.search(r'playing_agent.py", line \d+, in play / .* / TypeError: can only concatenate str', outcome.reason), outcome
+    assert re.search(r'playing_agent.py", line \d+, in play / .* / TypeError: can only', outcome.reason), outcome
 
 
 async def test_an_agent_whose_calls_are_refused_is_told_why() -> None:

@@ -83,6 +83,12 @@ def test_a_name_that_no_file_can_have_is_one_sentence(recipes: Path, env: str):
         ("env.path", str(Path.cwd().parent / "t.py:f"), "../t.py:f", True),
         ("env.path", "/a/t.py:f", "../t.py:f", False),
         ("model", "/a/model", "model", False),
+        ("env.command", "python /a/t.py --fast", "python t.py --fast", True),
+        ("env.command", "python /a/t.py --fast", "python t.py --slow", False),
+        ("env.command", "python /a/t.py", "python u.py", False),
+        ("env.command", "/usr/bin/python t.py", "python t.py", False),
+        ("env.command", "python t.py", "python 't.py", False),
+        ("env.command", "python t.py x", "python t.py", False),
     ],
 )
 def test_which_differences_are_none(key: str, old, new, same: bool):

@@ -80,6 +80,18 @@ CASES: dict[str, tuple[list[list[Attempt]], dict[str, Any], str, list[str]]] = {
         "judging",
         ["none of 4 attempts has a score", "3 infrastructure errors, 1 unscorable, the commonest 'no network'"],
     ),
+    "most fail, and what is left is alike": (
+        [[(InfraError("KeyError: 'gold'"), STOP)] * 3 + [(1, STOP)]],
+        {"gold": "not checked"},
+        "judging",
+        ["3 of 4 attempts have no score, the commonest reason \"KeyError: 'gold'\"; mend that first"],
+    ),
+    "one that earned all needs no check of the reward": (
+        [[(1, STOP)] * 4, [(0, STOP)] * 4],
+        {"gold": "not checked"},
+        "alike",
+        ["for no step had a gradient"],
+    ),
     "all is solved": ([[(1, STOP)] * 4], {}, "solved", ["there was nothing to learn", "reward 1", "take harder ones"]),
     "some always, others never": (
         [[(1, STOP)] * 4, [(0, STOP)] * 4],

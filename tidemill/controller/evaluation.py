@@ -58,7 +58,7 @@ class Unscored:
         return (
             f"none of the {self.attempts:,} attempts at {where} has a score; the commonest reason "
             f"({self.reasons[self.commonest]:,}): {self.commonest}. Mend the environment or the reward, and give the same "
-            "command again; `tidemill reward test RECIPE` shows what the reward says, and logs/warnings.log has tracebacks"
+            "command again; `tidemill reward test RECIPE` shows what the reward says, and the logs have any tracebacks"
         )
 
 

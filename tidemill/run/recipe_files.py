@@ -48,10 +48,22 @@ def same_file(key: str, old: Any, new: Any) -> bool:
         return all(old[name] == new[name] or same_file(key, old[name], new[name]) for name in old)
     if key.partition(".")[0] not in TABLES or not (isinstance(old, str) and isinstance(new, str)):
         return False
+    if key.rpartition(".")[2] == COMMAND:
+        return _same_command(key, old, new)
     short, long = sorted((old, new), key=os.path.isabs)
     if os.path.isabs(short) or not os.path.isabs(long):
         return False
     return long.endswith(f"/{os.path.normpath(short)}") or os.path.abspath(short) == long
+
+
+def _same_command(key: str, old: str, new: str) -> bool:
+    """True when two commands differ only in the places of their Python files."""
+    try:
+        words = list(zip(shlex.split(old), shlex.split(new), strict=True))
+    except ValueError:  # another number of words, or a quotation without an end
+        return False
+    files = key.removesuffix(f".{COMMAND}")
+    return all(a == b or (a.endswith(".py") and same_file(files, a, b)) for a, b in words)
 
 
 def _look(place: str, folders: Sequence[Path], code: bool) -> str:

@@ -10,7 +10,7 @@ from tidemill.ledger.records import Earned
 from tidemill.observability.diagnosis.cuts import REMEDIES, Limit, by
 from tidemill.run.recipe import RunConfig
 
-MOST = 0.5  # share of replies cut off beyond which that is the first thing to mend
+MOST = 0.5  # share of replies cut off, or of attempts without a score, beyond which that is the first thing to mend
 TEST = "`tidemill reward test RECIPE`"
 
 
@@ -57,11 +57,14 @@ def cause_of(
         errors = f"{earned.infra_errors:,} infrastructure errors, {earned.unscorable:,} unscorable"
         first = f", the commonest {earned.reason!r}" if earned.reason else ""
         return "judging", f"judging failed ({errors}{first}); {TEST} shows it without a run"
+    if (failed := earned.attempts - earned.scored) > MOST * earned.attempts:
+        first = f", the commonest reason {earned.reason!r}" if earned.reason else ""
+        return "judging", f"{failed:,} of {earned.attempts:,} attempts have no score{first}; mend that first"
     if earned.solved == earned.scored:
         return "solved", "the model solves every task already; take harder ones"
     if earned.cut > MOST * earned.attempts:
         return "cut", _cut(earned, config, cut or Counter())
-    if not vouched:
+    if not vouched and not earned.solved:
         text = f"no right answer has been seen to earn this reward's full score; {TEST} is the first thing to try"
         return "reward", text
     if earned.varied:

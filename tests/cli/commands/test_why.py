@@ -68,6 +68,10 @@ def test_attempts_and_what_their_parts_counted_are_told(tidemill, waiting: Path)
     assert "attempts   1,200 scored, 3 unscorable, 1 infra errors" in said.replace("attempts       ", "attempts   ")
     assert "the agent took longer than 2 s × 3" in said and "the ␛[31msandbox is gone\n" in said
     assert "5,000 calls, 2 late" in said and "3 late" in said and "1 lost" in said
+    status["judging"] = {"scored": 0, "unscorable": 0, "infra_errors": 0, "reasons": {}}
+    (waiting / STATUS).write_text(json.dumps(status))
+    said = tidemill("why", waiting).out
+    assert "0 scored" not in said and "5,000 calls" in said, "none of training: those of an evaluation are told elsewhere"
     assert "unscorable" not in tidemill("why", waiting_before(waiting)).out
 
 

@@ -74,7 +74,8 @@ def _attempts(status: dict[str, Any]) -> list[Row]:
         return []
     said = f"{judging['scored']:,} scored, {judging['unscorable']:,} unscorable, {judging['infra_errors']:,} infra errors"
     reasons = [f"{visible(reason)}{_times(n)}" for reason, n in judging["reasons"].items()]
-    return [("attempts", said), *(("", each) for each in reasons), *worded_counts(status.get("counts", {}))]
+    found = [("attempts", said), *(("", each) for each in reasons)] if judging["scored"] or reasons else []  # of training
+    return [*found, *worded_counts(status.get("counts", {}))]
 
 
 def _state(about: dict[str, Any]) -> str:
