@@ -125,7 +125,7 @@ def frame(header: Any, *blobs: bytes) -> bytes:
     return b"".join([LENGTH.pack(len(text)), text, *blobs])
 
 
-RESULT = {"status": 0, "limit": "", "seconds": 0.1, "peak": 1, "clean": True}
+RESULT = {"status": 0, "limit": "", "seconds": 0.1, "peak": 1, "clean": True, "unconfined": ""}
 LIES = {
     "wrong type": (frame(b"<html>1</html>"), "ended"),
     "no object": (frame([1, 2]), "ended"),
@@ -136,6 +136,7 @@ LIES = {
     "ten thousand results": (frame({**RESULT, "blobs": [0] * 10_000}), "more than its limit"),
     "no status": (frame({"blobs": [0, 0], "limit": "", "seconds": 1, "peak": 1}), "no result that can be read"),
     "a status that is none": (frame({**RESULT, "status": "fine", "blobs": [0, 0]}), "no result that can be read"),
+    "a program without a sandbox": (frame({**RESULT, "unconfined": "it was killed", "blobs": [0, 0]}), "it was killed"),
     "one output": (frame({**RESULT, "blobs": [0]}), "no result that can be read"),
 }
 

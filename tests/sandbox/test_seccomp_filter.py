@@ -69,7 +69,7 @@ def test_arguments_decide(machine: str) -> None:
         assert number is not None
         return answer(machine, number, *args, **how)
 
-    for flag in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
+    for flag in (0x20000, 0x00800000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
         assert of("clone", flag | 17) == EPERM
     assert (
         of("clone", 17) == of("clone", 0x003D0F00) == of("clone", 0x1200011) == ALLOW

@@ -14,20 +14,24 @@ import sys
 
 DEATH_SIGNAL, DUMPABLE, NO_NEW_PRIVILEGES, SECCOMP = 1, 4, 38, 22
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+CONFINED, MOST_SAID = (
+    b"confined",
+    300,
+)  # what a program's start tells the supervisor, if it does not tell why it failed; bytes
 CHANNEL = 3  # descriptor of the connection to another sandbox
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def become(settings, request, files, folder, ends) -> None:
-    """Become the program, confined. Never returns."""
+def become(settings, request, files, folder, ends, link) -> None:
+    """Become the program, confined. Never returns. link: a connection to the supervisor, which hears whether it is."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for target, end in enumerate(ends):
+        os.dup2(end, target)
+    error = confined(settings, files, folder, link)
     try:
-        os.setsid()
-        rules = opened(settings["landlock"], folder) if settings["landlock"] else None
-        os.chdir(folder)
-        for target, end in enumerate(ends):
-            os.dup2(end, target)
-        give(settings, files, folder)
-        confine(settings, rules)
+        if error:
+            raise error
         if settings["channel"]:
             os.dup2(settings["channel"], CHANNEL)
         os.closerange(CHANNEL + bool(settings["channel"]), 65536)
@@ -47,18 +51,42 @@ def become(settings, request, files, folder, ends) -> None:
     os._exit(code)
 
 
-def give(settings, files, folder) -> None:
-    """Write the request's files, as the user that the program will be."""
-    user = settings["user"]
+def confined(settings, files, folder, link):
+    """Confine this process to a folder with these files, and tell the supervisor. Returns the error of a file, if any.
+
+    A process that cannot be confined ends.
+    """
+    try:
+        os.setsid()
+        rules = opened(settings["landlock"], folder) if settings["landlock"] else None
+        os.chdir(folder)
+        own(settings["user"], folder)
+        error = given(files)
+        confine(settings, rules, link)
+        return error
+    except BaseException as error:
+        link.send(f"{type(error).__name__}: {error}".encode(errors="replace")[:MOST_SAID])
+        os._exit(126)
+
+
+def own(user, folder) -> None:
+    """Be the user that the program has, if it has one of its own."""
     if user:
         os.chown(folder, user, user)
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    for name, content in files.items():
-        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-        with open(name, "wb") as file:
-            file.write(content)
+
+
+def given(files):
+    """Write the request's files. Returns the error of one that cannot be: it is the program's."""
+    try:
+        for name, content in files.items():
+            os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+            with open(name, "wb") as file:
+                file.write(content)
+    except (OSError, ValueError) as error:
+        return error
 
 
 def opened(landlock, folder):
@@ -79,7 +107,8 @@ def opened(landlock, folder):
     return rules
 
 
-def confine(settings, rules) -> None:
+def confine(settings, rules, link) -> None:
+    """Give up all that the program may not have, and tell the supervisor. Raises OSError."""
     LIBC.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no_new_privs")
@@ -92,6 +121,9 @@ def confine(settings, rules) -> None:
         if LIBC.prctl(SECCOMP, 2, program, 0, 0):
             raise OSError(ctypes.get_errno(), "seccomp")
     LIBC.prctl(DUMPABLE, 1, 0, 0, 0)
+    link.send(CONFINED)
+    if settings["traced"]:
+        link.recv(1)  # bounded: this process ends with the supervisor
 
 
 def limit(limits) -> None:

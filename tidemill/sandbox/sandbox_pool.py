@@ -13,9 +13,10 @@ from typing import Self
 from tidemill.core.episode_counts import counted
 from tidemill.core.errors import ConfigError, SandboxFailed
 from tidemill.sandbox.execution import Execution, SandboxedProgram
-from tidemill.sandbox.sandbox_settings import LEVELS, SandboxSettings
+from tidemill.sandbox.sandbox_settings import LEVELS, Level, SandboxSettings
 from tidemill.sandbox.supervisor_process import SupervisorProcess
 
+NOTHING = SandboxedProgram("0")
 INSTALL = "pip install 'tidemill[sandbox]', or install bubblewrap by the system's packages"
 
 
@@ -42,7 +43,7 @@ class Sandbox:
         against = list[str]()
         for level in levels:
             try:
-                self._ready.append(await SupervisorProcess.start(level, self.settings))
+                await self._tried(level)
                 self.level = level
                 return self
             except (ConfigError, SandboxFailed) as error:
@@ -51,6 +52,20 @@ class Sandbox:
             f"no sandbox works here ({'; '.join(against)}): {INSTALL}; or set the level 'limits', which has limits and "
             "isolates nothing"
         )
+
+    async def _tried(self, level: Level) -> None:
+        """Start the first sandbox of a level, and have it confine a program. Raises ConfigError or SandboxFailed."""
+        supervisor = await SupervisorProcess.start(level, self.settings)
+        try:
+            if level != "limits":
+                await supervisor.run(NOTHING, b"")
+        except BaseException:
+            await supervisor.close()
+            raise
+        if supervisor.reusable:
+            self._ready.append(supervisor)
+        else:
+            await supervisor.close()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,22 +1,24 @@
 """Supervisor: the process that starts a sandboxed program, watches its limits and ends all that it started.
 
-It runs on its own, started by `supervisor_process`: of this package it has only `program_start`. Inside of namespaces it is
-their first process, with which they end. With Landlock it stays outside, and each program is confined after the fork.
+It runs on its own, started by `supervisor_process`: of this package it has only what it imports here. Inside of namespaces
+it is their first process, with which they end. With Landlock it stays outside, and each program is confined after the fork.
 Requests come on stdin, results go to stdout: a length, a JSON header, and the blobs whose sizes the header's `blobs` tells.
 The end of stdin is the end of everything here.
 """
 
 import json
 import os
-import resource
 import select
 import signal
 import struct
 import time
+from _socket import AF_UNIX, MSG_DONTWAIT, SOCK_SEQPACKET, socketpair
 from contextlib import suppress
 from functools import partial
 
-from tidemill.sandbox.program_start import LIBC, become
+from tidemill.sandbox.fork_tracer import ForkTracer, woken_by_tasks
+from tidemill.sandbox.program_start import CONFINED, LIBC, MOST_SAID, become
+from tidemill.sandbox.usage import OWN_NAMESPACE, below, exceeded
 
 LENGTH = struct.Struct("<I")
 TICK_S, END_S = 0.05, 20.0  # between two looks at memory, disk and processes; for killed processes to be gone
@@ -24,8 +26,6 @@ DUMPABLE, SUBREAPER = 4, 36
 CHUNK = 1 << 16
 BY_SIGNAL = {int(signal.SIGXCPU): "cpu_seconds", int(signal.SIGXFSZ): "disk"}
 MB = 1 << 20
-PAGE = resource.getpagesize()
-OWN_NAMESPACE = os.getpid() == 1
 
 
 class Ended(Exception):
@@ -35,6 +35,7 @@ class Ended(Exception):
 def main(settings) -> None:
     LIBC.prctl(DUMPABLE, 0, 0, 0, 0)  # programs of the same user can then not look into this process
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
+    settings["wake"] = woken_by_tasks() if settings["traced"] else None
     write({"ready": True})
     number, forward = 0, None
     if settings["port"]:
@@ -101,29 +102,32 @@ def run(settings, request, files, stdin, number):
     limits, folder = settings["limits"], os.path.join(settings["folder"], f"work-{number}")
     os.mkdir(folder, 0o700)
     ends = [os.pipe() for _ in range(3)]
+    link, its_end = socketpair(AF_UNIX, SOCK_SEQPACKET)
     begun = time.monotonic()
     pid = os.fork()
     if not pid:
-        become(settings, request, files, folder, [ends[0][0], ends[1][1], ends[2][1]])
+        become(settings, request, files, folder, [ends[0][0], ends[1][1], ends[2][1]], its_end)
+    its_end.close()
     for end in (ends[0][0], ends[1][1], ends[2][1], *([settings["channel"]] if settings["channel"] else [])):
         os.close(end)
     settings["channel"] = 0  # it is the first program's, whose end the other side has to see
     for end in (ends[0][1], ends[1][0], ends[2][0]):
         os.set_blocking(end, False)
-    watch = ProgramWatch(limits, folder, pid)
+    watch = ProgramWatch(settings, folder, pid, link)
     try:
         watch.until_end(ends[0][1], stdin, [ends[1][0], ends[2][0]], begun + limits["seconds"])
     finally:
         status, peak = end_all(settings, pid)
+    if watch.tracer and watch.tracer.ended:
+        status, peak = watch.tracer.ended
     seconds = time.monotonic() - begun
     watch.rest()
-    for end in watch.open:
-        os.close(end)
+    watch.close()
     remove(folder)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     watch.limit = watch.limit or BY_SIGNAL.get(ended_by, "")
     result = {"status": os.WEXITSTATUS(status) if not ended_by else -ended_by, "limit": watch.limit}
-    result |= {"seconds": seconds, "peak": peak, "clean": clean(settings, folder)}
+    result |= {"seconds": seconds, "peak": peak, "clean": clean(settings, folder), "unconfined": watch.unconfined}
     return result, *map(bytes, watch.output)
 
 
@@ -146,9 +150,11 @@ def clean(settings, folder) -> bool:
 class ProgramWatch:
     """Feeds a program, reads what it writes, and looks after its limits until it ends."""
 
-    def __init__(self, limits, folder, pid) -> None:
-        self.limits, self.folder, self.pid = limits, folder, pid
+    def __init__(self, settings, folder, pid, link) -> None:
+        self.limits, self.wake = settings["limits"], settings["wake"]
+        self.folder, self.pid, self.link = folder, pid, link
         self.output, self.limit = (bytearray(), bytearray()), ""
+        self.said, self.tracer = b"", None
         self.open = set()
         self.reading = {}
 
@@ -157,18 +163,23 @@ class ProgramWatch:
         handle, poll, left = os.pidfd_open(self.pid), select.epoll(), memoryview(stdin)
         self.open = {feed, handle, *read}
         self.reading = dict(zip(read, self.output, strict=True))
-        for each in (0, handle, *read):
+        for each in (0, handle, self.link.fileno(), *read, *([self.wake] if self.wake is not None else [])):
             poll.register(each, select.EPOLLIN)
         poll.register(feed, select.EPOLLOUT)
         look = time.monotonic() + TICK_S
-        while not self.limit:
+        while not self.limit and self.said in (b"", CONFINED):
             now = time.monotonic()
             for end, event in poll.poll(max(0.0, min(look, deadline) - now)):
                 if end == handle:
                     return
                 if end == 0 and event & (select.EPOLLHUP | select.EPOLLERR):
                     raise Ended
-                if end == feed:
+                if end == self.wake and not self._tasks_go_on():
+                    self.limit = "processes"
+                elif end == self.link.fileno():
+                    self._begun()
+                    poll.unregister(end)
+                elif end == feed:
                     left = self._fed(poll, feed, left, event)
                 elif end in self.reading and not self._read(end):
                     poll.unregister(end)
@@ -177,8 +188,38 @@ class ProgramWatch:
             if time.monotonic() >= look:
                 self.limit, look = self.limit or exceeded(self.limits, self.folder), time.monotonic() + TICK_S
 
+    @property
+    def unconfined(self) -> str:
+        """The reason why there was no confined program; "" if there was one, or a limit ended it before."""
+        if self.said == CONFINED or self.limit:
+            return ""
+        return self.said.decode(errors="replace") or "it was killed before"
+
+    def _begun(self) -> None:
+        """Hear that the program is confined, or why it is not, and let it begin."""
+        with suppress(OSError):
+            self.said = self.link.recv(MOST_SAID, MSG_DONTWAIT)
+        if self.wake is not None and self.said == CONFINED:
+            try:
+                self.tracer = ForkTracer(self.pid, self.limits["processes"])
+                self.link.send(b"begin")
+            except OSError as error:
+                self.said = str(error).encode()
+
+    def _tasks_go_on(self) -> bool:
+        with suppress(BlockingIOError):
+            os.read(self.wake, CHUNK)  # bounded: it does not block
+        return not self.tracer or self.tracer.look()
+
+    def close(self) -> None:
+        for end in self.open:
+            os.close(end)
+        self.link.close()
+
     def rest(self) -> None:
         """Read what is left in the pipes, whose writers are all gone."""
+        if not self.said:
+            self._begun()
         for end in [*self.reading]:
             while self._read(end):
                 pass
@@ -210,52 +251,6 @@ class ProgramWatch:
             del self.reading[end]
             return False
         return bool(chunk)
-
-
-def exceeded(limits, folder) -> str:
-    """The limit of memory, disk or processes that is exceeded now; "" if none is."""
-    found = below()
-    if len(found) > limits["processes"]:
-        return "processes"
-    resident = sum(pages(pid) for pid in found) * PAGE
-    if resident > limits["memory"] and sum(share(pid) for pid in found) > limits["memory"]:
-        return "memory"
-    return "disk" if full(limits, folder) else ""
-
-
-def pages(pid) -> int:
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1])
-    except (OSError, IndexError):
-        return 0
-
-
-def share(pid) -> int:
-    """Bytes of a process, with its share of what it has in common with others."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith("Pss:")) * 1024
-    except (OSError, ValueError):
-        return pages(pid) * PAGE
-
-
-def full(limits, folder) -> bool:
-    if OWN_NAMESPACE:  # a file system of its own has the size; what is counted are files
-        there = os.statvfs(folder)
-        return there.f_files - there.f_ffree > limits["files"]
-    size, count, stack = 0, 0, [folder]
-    while stack and count <= limits["files"] and size <= limits["disk"]:
-        try:
-            with os.scandir(stack.pop()) as entries:
-                for entry in entries:
-                    count += 1
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        stack.append(entry.path)
-        except OSError:
-            continue
-    return count > limits["files"] or size > limits["disk"]
 
 
 def remove(folder) -> None:
@@ -328,20 +323,3 @@ def strike_user(user) -> None:
 def kill(pid, number=signal.SIGKILL) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-
-
-def below():
-    """The processes that were started below this one. Orphans are children of it."""
-    if OWN_NAMESPACE:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-    found, stack = [], [os.getpid()]
-    while stack:
-        parent = stack.pop()
-        try:
-            for task in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{task}/children") as file:
-                    stack += map(int, file.read().split())
-        except OSError:
-            pass
-        found.append(parent)
-    return found[1:]

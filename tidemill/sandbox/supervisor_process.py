@@ -35,9 +35,9 @@ for name, text in json.loads(sys.argv[1]).items():
     exec(compile(text, name, "exec"), module.__dict__)
 sys.modules["tidemill.sandbox.supervisor"].main(json.loads(sys.argv[2]))
 """
-MODULES = ("program_start", "supervisor")
+MODULES = ("program_start", "usage", "fork_tracer", "supervisor")
 FOLDERS = "tidemill-sandbox-"  # begins the names of temporary folders
-SPARE_TASKS = 4096  # of the other processes of this process's user, which count where it is not root
+SPARE_TASKS = 4096  # of the other processes of this process's user, which the kernel counts too where it is not root
 
 
 @cache
@@ -92,9 +92,11 @@ class SupervisorProcess:
         header, blobs = await self._message(self._settings.seconds + GRACE_S)
         try:
             stdout, stderr = blobs
-            found = execution.result_of(header, stdout, stderr, self.level)
+            found, unconfined = execution.result_of(header, stdout, stderr, self.level), str(header["unconfined"])
         except (KeyError, TypeError, ValueError) as error:
             raise SandboxFailed(f"the sandbox ({self.level}) gave no result that can be read: {error}") from None
+        if unconfined:
+            raise SandboxFailed(f"the sandbox ({self.level}) could not confine the program: {unconfined}")
         self.reusable = header.get("clean") is True
         return found
 
@@ -143,7 +145,7 @@ def prepared(
     readable = readable_paths(python, (*settings.packages, *settings.readable))
     command = [python, "-s", "-S", "-B", "-X", "utf8", "-c", BOOT, sources(bool(settings.network))]
     limits = settings.limits()
-    given = {"limits": limits, "user": user, "channel": channel, "landlock": None, "seccomp": "", "port": 0}
+    given = {"limits": limits, "user": user, "channel": channel, "landlock": None, "seccomp": "", "traced": False, "port": 0}
     passed = [channel] if channel else []
     inside = level == "bubblewrap"
     if why := reason_against(level, user):
@@ -152,7 +154,7 @@ def prepared(
         raise ConfigError(f"sandbox network = {settings.network!r} needs level 'bubblewrap', not {level!r}, which has none")
     calls = refused_calls(level, user, bool(settings.network))
     steps = seccomp.assembled(seccomp.program(calls, seccomp.machine())) if level != "limits" else b""
-    limits["tasks"] = limits["processes"] + (2 if inside else 0 if user else SPARE_TASKS)
+    limits["tasks"] = limits["processes"] + (1 if inside else 0 if user else SPARE_TASKS)
     if inside:
         given |= {"user": 0, "folder": bubblewrap.FOLDER}
         if landlock.abi() >= landlock.TRUNCATION_SINCE:  # a second wall, behind which one sandbox can run many programs
@@ -168,7 +170,8 @@ def prepared(
     folder = own_folder(held)
     os.chmod(folder, 0o711 if user else 0o700)
     given |= {"folder": folder, "seccomp": steps.hex()}
-    given["landlock"] = landlock.ruleset(readable) if level == "landlock" else None
+    if level == "landlock":
+        given |= {"landlock": landlock.ruleset(readable), "traced": not user}
     return command, given, passed
 
 

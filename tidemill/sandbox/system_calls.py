@@ -35,6 +35,7 @@ class SystemCall:
 
 
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+UNTRACED = 0x00800000  # CLONE_UNTRACED: a task that `fork_tracer` would not see
 FILE_KIND, CHARACTER_DEVICE, BLOCK_DEVICE = 0xF000, 0x2000, 0x6000
 UNIX, INET, INET6, STREAM, TYPE = 1, 2, 10, 1, 0xF
 SELF = ArgumentCheck(0, ANY, (0,), refuse_others=True)  # only for the calling process, named as 0
@@ -66,7 +67,7 @@ KEYS = (  # the kernel's key rings know no namespaces
 NAMESPACES = (  # a new user namespace gives capabilities, with which more of the kernel can be attacked
     SystemCall("unshare", 272, 97),
     SystemCall("setns", 308, 268),
-    SystemCall("clone", 56, 220, (ArgumentCheck(0, NEW_NAMESPACES, (0,), refuse_others=True),)),
+    SystemCall("clone", 56, 220, (ArgumentCheck(0, NEW_NAMESPACES | UNTRACED, (0,), refuse_others=True),)),
     SystemCall("clone3", 435, 435, error=errno.ENOSYS),  # its flags lie in memory; the C library then uses clone
     SystemCall("chroot", 161, 51),
     SystemCall("pivot_root", 155, 41),

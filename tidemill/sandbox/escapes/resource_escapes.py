@@ -7,27 +7,38 @@ import threading
 import time
 from contextlib import suppress
 
-from tidemill.sandbox.escapes.escape_tools import harmful
+from tidemill.sandbox.escapes.escape_tools import call, harmful
 
 MB = 1 << 20
 
 
 @harmful
 def forks_without_end(stage):
-    """Fork until the machine stands still, from all children too."""
+    """Fork until the machine stands still, from all children too, none of which ends."""
     read, write = os.pipe()
     os.set_blocking(read, False)
-    count = 0
-    for _ in range(3000):
+    count, first = 0, os.getpid()
+    deadline = time.monotonic() + stage["seconds"] + 20
+    while time.monotonic() < deadline:
         try:
             if not os.fork():
                 os.write(write, b"x")
         except OSError:
             time.sleep(0.001)
+        if os.getpid() != first:
+            continue
         with suppress(OSError):
             count += len(os.read(read, 65536))
-        if count > 2 * stage["processes"]:
+        if count > stage["processes"]:
             return count
+
+
+def untraced(stage):
+    """Start a process that no tracer sees, which would not be counted."""
+    child = call(56, 220, 0x00800000 | signal.SIGCHLD, 0, 0, 0, 0)
+    if child == 0:
+        os._exit(0)
+    return child > 0
 
 
 @harmful
