@@ -123,6 +123,12 @@ FAULTS = [
         "controller/test_trainer_lost.py",
     ),
     Fault(
+        "an evaluation that was cut off does not begin again",
+        "            results = await self.hooks.evaluate(served)\n            self._evaluated = step",
+        "            self._evaluated = step\n            results = await self.hooks.evaluate(served)",
+        "controller/test_trainer_lost.py run/test_trainer_restart.py",
+    ),
+    Fault(
         "a deterministic run publishes before the previous weights have sampled",
         "        if self._owed:\n            await self._settled()\n",
         "",

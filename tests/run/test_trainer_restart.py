@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tidemill
+from tidemill.controller.evaluation import Evaluator
+from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.errors import LedgerError, PeerDied, RunFailed
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.ledger.ledger import SqliteLedger
@@ -37,6 +41,7 @@ def score(completion: str, answer: str) -> float:
 
 
 TASKS = [{"prompt": f"{c}{sign}", "answer": c} for c in "abcdefgh" for sign in "=:"]
+HELD_OUT = 3  # of these tasks, for each evaluation
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +52,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Built:
-    """What a run builds, and the calls at which its trainer is lost."""
+    """What a run builds and samples, and the calls at which its trainer is lost."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, deaths: dict[str, tuple[int, ...]]) -> None:
         self.engines, self.trainers = list[Any](), list[Any]()
+        self.sampled = Counter[str]()  # tokens by the key of their request, also of those that were cut off
+        self.evaluations = list[tuple[int, bool]]()  # those that began: its step, and whether it ended
+        self.losses = sum(map(len, deaths.values()))
         for name, kept in {"build_engine": self.engines, "build_trainer": self.trainers}.items():
             build = getattr(roles, name)
             monkeypatch.setattr(roles, name, lambda *given, build=build, kept=kept: kept.append(build(*given)) or kept[-1])
+        record, evaluate = NativeEngine._record, Evaluator.__call__
+
+        def recorded(own: Any, plan: Any, *given: Any) -> None:
+            here = own._scheduler._tenure[plan.sample_slots] == plan.tenures  # the others were cut off, and do not count
+            self.sampled.update(own._slots.requests[slot].key for slot in plan.sample_slots[here])
+            record(own, plan, *given)
+
+        async def evaluated(own: Any, tasks: Any, versions: Any = None) -> Any:
+            self.evaluations.append((versions[0].step, False))
+            place = len(self.evaluations) - 1
+            results = await evaluate(own, tasks, versions)
+            self.evaluations[place] = versions[0].step, True
+            return results
+
+        monkeypatch.setattr(NativeEngine, "_record", recorded)
+        monkeypatch.setattr(Evaluator, "__call__", evaluated)
         for name, numbers in deaths.items():
             call, calls = getattr(NativeTrainer, name), itertools.count(1)
 
@@ -76,16 +100,37 @@ def check(folder: Path, built: Built) -> None:
     with SqliteLedger(folder, mode="read") as ledger:
         counts = ledger.counts()
         assert counts.conserved and counts.trained == 3 * STEPS and counts.pending == 0
-        recorded = [row for group_id in ledger.recorded() for row in ledger.load(group_id).trajectories]
+        recorded = {
+            f"g{group_id}/{row.sample}": row.sampled
+            for group_id in ledger.recorded()
+            for row in ledger.load(group_id).trajectories
+        }
         assert [each.step for each in ledger.evaluations()] == [0, 3, 6]
+        assert {each.n for each in ledger.evaluations()} == {HELD_OUT}
         evaluated = sum(each.metrics["length"] * each.metrics["n"] for each in ledger.evaluations())
         (resumed,) = {event.detail["restarted"] for event in ledger.events("run_resumed")}
         assert resumed == "the trainer"
         assert {step.incarnation for step in ledger.steps()} <= {0, 1, 2}
-    assert built.generated == sum(row.sampled for row in recorded) + evaluated, "no token was sampled twice"
+    assert built.generated == built.sampled.total()
+    groups = {key: count for key, count in built.sampled.items() if not key.startswith("eval/")}
+    assert groups == recorded, "no token of a group was sampled twice"
+    check_evaluations(built, evaluated)
     assert len(built.engines) == 2 and all(isinstance(engine, NativeEngine) for engine in built.engines)
     told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in told if "train/reward" in line] == [1, 2, 3, 4, 5, 6], "each step is told of, once"
+
+
+def check_evaluations(built: Built, evaluated: float) -> None:
+    """Each ended once. evaluated: the recorded tokens. One that a loss cut off began again, and only that one."""
+    assert [step for step, ended in built.evaluations if ended] == [0, 3, 6]
+    cut_off = [number for number, (_, ended) in enumerate(built.evaluations) if not ended]
+    assert len(cut_off) <= built.losses
+    assert all(built.evaluations[number][0] == built.evaluations[number + 1][0] for number in cut_off)
+    tokens = Counter[int]()
+    for key, count in built.sampled.items():
+        if key.startswith("eval/"):
+            tokens[int(key.split("/")[1])] += count
+    assert sum(count for number, count in tokens.items() if number not in cut_off) == evaluated
 
 
 DEATHS: dict[str, dict[str, tuple[int, ...]]] = {
@@ -111,6 +156,47 @@ def test_only_the_trainer_is_built_again(place: str, model: Path, tmp_path: Path
     built = Built(monkeypatch, DEATHS[place])
     ended = built.train(model, tmp_path / "run")
     assert ended.complete and len(built.trainers) == 1 + sum(map(len, DEATHS[place].values()))
+    check(tmp_path / "run", built)
+
+
+@pytest.mark.parametrize("step", [EVERY, STEPS])
+@pytest.mark.parametrize("when", ["sampled", "recorded"])
+def test_an_evaluation_is_repeated_only_if_it_was_cut_off(when, step, model, tmp_path, monkeypatch) -> None:
+    """The trainer is lost in a checkpoint when the step's evaluation is sampled but not judged, or is recorded."""
+    built, due = Built(monkeypatch, {"save": (step // EVERY,)}), asyncio.Event()
+    judge, save, record, held, saves = (
+        EpisodeSetup.judge,
+        NativeTrainer.save,
+        SqliteLedger.evaluation,
+        [],
+        itertools.count(1),
+    )
+    before = [(earlier, True) for earlier in range(0, step, EVERY)]
+
+    async def judged(own: EpisodeSetup, task: Any, attempts: Any) -> None:
+        if when == "sampled" and own.params.temperature == 0.0 and built.evaluations == [*before, (step, False)]:
+            held.append(task.id)
+            if len(held) == HELD_OUT:
+                due.set()
+            await asyncio.wait_for(asyncio.Event().wait(), 60.0)  # until the evaluation is cut off
+        await judge(own, task, attempts)
+
+    async def saved(own: NativeTrainer, folder: str) -> None:
+        if next(saves) == step // EVERY:
+            await asyncio.wait_for(due.wait(), 60.0)
+        await save(own, folder)
+
+    def recorded(own: SqliteLedger, of: int, results: Any) -> None:
+        record(own, of, results)
+        if of == step:
+            due.set()
+
+    monkeypatch.setattr(EpisodeSetup, "judge", judged)
+    monkeypatch.setattr(NativeTrainer, "save", saved)
+    monkeypatch.setattr(SqliteLedger, "evaluation", recorded)
+    assert built.train(model, tmp_path / "run").complete and len(built.trainers) == 2
+    cut_off = [(step, False)] if when == "sampled" else []
+    assert built.evaluations == [*before, *cut_off, *((later, True) for later in range(step, STEPS + 1, EVERY))]
     check(tmp_path / "run", built)
 
 
