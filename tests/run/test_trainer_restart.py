@@ -237,6 +237,14 @@ def test_a_deterministic_run_whose_trainer_does_not_repeat_itself_ends(model, tm
         built.train(model, tmp_path / "run", **EXACT)
 
 
+def test_a_check_of_samples_that_was_cut_off_is_made_again(model, tmp_path, monkeypatch) -> None:
+    built = Built(monkeypatch, {"forward": (1,)})
+    assert built.train(model, tmp_path / "run", engine={"speculation": {"method": "ngram"}}).complete
+    assert len(built.trainers) == 2
+    with SqliteLedger(tmp_path / "run", mode="read") as ledger:
+        assert len(ledger.events("sampling_checked")) == 1
+
+
 @pytest.mark.slow
 def test_a_spent_budget_and_a_loss_without_supervision_end_the_run(model, tmp_path, monkeypatch) -> None:
     supervise = {"resume": True, "backoff_s": 0.0, "restarts": 2}

@@ -288,12 +288,12 @@ def _sampling_check(session: Session, cluster: Cluster) -> Callable[[Sequence[Ve
     async def served(versions: Sequence[Version]) -> None:
         if not left:
             return
-        params = left.pop()
         for version in versions:
-            asked = params, model.vocab, version, session.plan.coarsest, names
+            asked = left[0], model.vocab, version, session.plan.coarsest, names
             context = min(can.context for can in cluster.capabilities)
             report = await check_sampling(generate, forward, *asked, context=context)
             session.record_event("sampling_checked", {"settings": names, **report.detail()})
+        left.clear()  # only now: the trainer may be lost meanwhile
 
     return served
 
