@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tidemill.controller.engine_pool import ContextShrank, EnginePool, Member
-from tidemill.controller.rollout import EpisodeSetup, Rollout, _all
+from tidemill.controller.rollout import EpisodeSetup, Rollout, all_of
 from tidemill.core.errors import PeerLost
 from tidemill.core.interfaces import Capabilities
 from tidemill.core.types import GREEDY, Completion, Finish, InfraError, SamplingParams, Score, Task, Version
@@ -190,7 +190,7 @@ async def test_of_several_failures_the_first_is_raised_and_none_is_reported_as_n
         raise PeerLost(name)
 
     with pytest.raises(PeerLost, match="first"):
-        await _all(fail(name) for name in ("first", "second", "third"))
+        await all_of(fail(name) for name in ("first", "second", "third"))
     gc.collect()
     await asyncio.sleep(0)
     assert reported == []

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_attempts_without_a_reply import attempt
+from test_rollout import FakeEngine, FakeEnvironment, pool_of
 
-from tidemill.controller.evaluation import Evaluator, Unscored
+from tidemill.controller.evaluation import SCOUTS, Evaluator, Unscored
+from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.errors import RunFailed
-from tidemill.core.types import Finish, Group, InfraError, Score, Task, Trajectory, Unscorable
+from tidemill.core.types import Finish, Group, InfraError, SamplingParams, Score, Task, Trajectory, Unscorable
+from tidemill.models.tokenizer import character_tokenizer
 from tidemill.run.sft_warmup import MOST_TOLD, failures_noted
 
 LATE, NONE = InfraError("the agent is late"), Unscorable("no gold")
@@ -72,6 +76,71 @@ def test_a_verifier_that_has_judged_is_disturbed_and_the_run_goes_on():
     evaluator = Rounds([ended(Score(0.0)), *failed], failed)
     assert accuracy(evaluator) == accuracy(evaluator) == 0.0
     assert accuracy(Rounds(failed, first="")) == 0.0, "a run that goes on was judged before"
+
+
+def test_what_cannot_be_scored_before_the_policy_said_anything_is_a_mistake():
+    mute = attempt(2, 0, Unscorable("the agent ended with exit status 1"))
+    with pytest.raises(
+        RunFailed, match=r"none of the 3 attempts .* \(3\): the agent ended with exit status 1\. Mend the agent"
+    ):
+        accuracy(Rounds([mute] * 3))
+    with pytest.raises(RunFailed, match=r"none of the 4 attempts .* \(3\)"):
+        accuracy(Rounds([mute, mute, mute, ended(LATE)]))
+    assert accuracy(Rounds([mute, mute, mute, ended(NONE)])) == 0.0, "this one may have failed because of its reply"
+    assert accuracy(Rounds([mute, mute, mute, ended(Score(0.0))])) == 0.0
+    with pytest.raises(RunFailed):
+        accuracy(unjudged := Rounds([ended(NONE)] * 3, [mute] * 3))
+        accuracy(unjudged)
+
+
+def evaluator_of(
+    run: Callable[[Task, Any], Awaitable[Any]], first: str = WHERE
+) -> tuple[Evaluator, list[Task], Callable[[], int]]:
+    """An evaluator of 500 tasks, and the number of its attempts so far."""
+    begun = list[str]()
+
+    async def counted(task: Task, chat: Any) -> Any:
+        begun.append(task.id)
+        return await run(task, chat)
+
+    tokenizer = character_tokenizer("ab")
+    episodes = EpisodeSetup(FakeEnvironment(counted), tokenizer, SamplingParams(), 64, 5.0, 8)
+    return (
+        Evaluator(pool_of(FakeEngine()), episodes, 7, first=first),
+        [Task(f"{i}", "ab") for i in range(500)],
+        lambda: len(begun),
+    )
+
+
+async def broken(task: Task, chat: Any) -> Any:
+    return Unscorable("no API key")
+
+
+async def test_the_first_attempts_end_an_evaluation_that_nothing_can_come_of():
+    async def slow(task: Task, chat: Any) -> Any:
+        if begun() > SCOUTS:
+            await asyncio.Event().wait()
+        return Unscorable("no API key")
+
+    evaluator, tasks, begun = evaluator_of(slow)
+    with pytest.raises(
+        RunFailed, match=f"none of the first {SCOUTS} attempts at held-out tasks has a score; .*: no API key"
+    ):
+        await evaluator(tasks)
+    assert begun() < len(tasks)
+    evaluator, tasks, begun = evaluator_of(broken, first="")
+    assert (await evaluator(tasks))["unscorable"] == begun() == len(tasks), "it has judged something before"
+
+
+async def test_attempts_that_fail_at_the_beginning_of_a_file_do_not_end_an_evaluation():
+    async def first_half(task: Task, chat: Any) -> Any:
+        if int(task.id) < 250:
+            return await broken(task, chat)
+        await chat.reply("a")
+        return Score(1.0)
+
+    evaluator, tasks, _ = evaluator_of(first_half)
+    assert (await evaluator(tasks))["accuracy"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,32 @@ EVALUATION_FAULTS = [
     ),
     Fault(
         "a verifier that has judged ends the run at its first disturbance",
-        '        self._first = ""\n        self._tell(found)\n',
-        "        self._tell(found)\n",
+        '            self._first = ""\n        self._tell(found)\n',
+        "            pass\n        self._tell(found)\n",
         UNSCORED,
     ),
     Fault(
         "a model that does not end its replies is taken for a mistake",
-        "isinstance(t.outcome, InfraError) and t.finish not in TRUNCATED",
-        "isinstance(t.outcome, InfraError)",
+        "isinstance(outcome, InfraError) and rows[-1].finish not in TRUNCATED",
+        "isinstance(outcome, InfraError)",
+        UNSCORED,
+    ),
+    Fault(
+        "an attempt that its reply kept from a score is taken for a mistake",
+        "        return not any(row.sampled for row in rows)\n",
+        "        return True\n",
+        UNSCORED,
+    ),
+    Fault(
+        "an attempt without a score and without a reply is taken for the policy's doing",
+        "        return not any(row.sampled for row in rows)\n",
+        "        return False\n",
+        UNSCORED,
+    ),
+    Fault(
+        "a first evaluation plays every attempt, though none of the first can be judged",
+        "            if index in scouts and ended.keys() >= scouts:\n",
+        "            if False:\n",
         UNSCORED,
     ),
     Fault(

@@ -17,15 +17,16 @@ import numpy as np
 
 from tidemill.controller.circuit_breaker import PATIENCE
 from tidemill.controller.policy_pools import Pool
-from tidemill.controller.rollout import EpisodeSetup, greedy
+from tidemill.controller.rollout import EpisodeSetup, all_of, greedy
 from tidemill.core.errors import PolicyMismatch, RunFailed
 from tidemill.core.outcomes import SOLVED, parts_of
 from tidemill.core.seeding import derive_seed
-from tidemill.core.types import TRUNCATED, Group, InfraError, Metrics, Score, Task, Unscorable, Version
+from tidemill.core.types import TRUNCATED, Group, InfraError, Metrics, Score, Task, Trajectory, Unscorable, Version
 
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 MOST_PARTS = 32  # parts of a reward that are reported, at most
 CONCURRENT = 256  # episodes at a time: enough to fill the engines, without a queue of thousands
+SCOUTS = 32  # attempts of a first evaluation that begin before the others, and end it where none can be judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +35,51 @@ class Unscored:
 
     attempts: int  # with those that have one
     reasons: Counter[str] = field(default_factory=Counter)
-    failed: int = 0  # infrastructure errors of attempts that no limit cut off
+    failed: int = 0  # of these, the attempts in which the policy has no part: see `_is_no_doing_of_the_policy`
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Unscored:
-        ends = [t for group in groups for t in group.ends]
-        without = [(t, t.outcome.reason) for t in ends if isinstance(t.outcome, InfraError | Unscorable)]
-        failed = sum(isinstance(t.outcome, InfraError) and t.finish not in TRUNCATED for t, _ in without)
-        return cls(len(ends), Counter(reason for _, reason in without), failed)
+        attempts = [rows for group in groups for rows in group.attempts]
+        outcomes = [rows[-1].outcome for rows in attempts]
+        reasons = Counter(each.reason for each in outcomes if isinstance(each, InfraError | Unscorable))
+        return cls(len(attempts), reasons, sum(map(_is_no_doing_of_the_policy, attempts)))
 
     @property
     def commonest(self) -> str:
         return next((reason for reason, _ in self.reasons.most_common(1)), "")
 
-    def cause(self, where: str) -> str | None:
-        """A sentence for the end of a run if this is a mistake and no disturbance, else None. where: the attempts were made.
+    @property
+    def any_scored(self) -> bool:
+        return self.reasons.total() < self.attempts
 
-        Only where all attempts are infrastructure errors: what cannot be scored, or was cut off, may be the doing of a model
-        that has yet to learn.
+    def cause(self, where: str, first: str = "") -> str | None:
+        """A sentence for the end of a run if this is a mistake and no disturbance, else None.
+
+        Only where the policy has no part in the failure of all attempts: what else cannot be scored, or was cut off, may be
+        the doing of a model that has yet to learn.
+
+        where: the attempts were made. first: "first " where others would follow.
         """
         if self.attempts < PATIENCE or self.failed < self.attempts:
             return None
         return (
-            f"none of the {self.attempts:,} attempts at {where} has a score; the commonest reason "
-            f"({self.reasons[self.commonest]:,}): {self.commonest}. Mend the environment or the reward, and give the same "
-            "command again; `tidemill reward test RECIPE` shows what the reward says, and the logs have any tracebacks"
+            f"none of the {first}{self.attempts:,} attempts at {where} has a score; the commonest reason "
+            f"({self.reasons[self.commonest]:,}): {self.commonest}. Mend the agent, the environment or the reward, and give "
+            "the same command again; `tidemill reward test RECIPE` shows what the reward says, and the logs have any "
+            "tracebacks"
         )
+
+
+def _is_no_doing_of_the_policy(rows: Sequence[Trajectory]) -> bool:
+    """True for an infrastructure error of an attempt that no limit cut off, and where the policy had said nothing yet.
+
+    So it is with a program that ends at its start. One that fails after a reply may do so because of that reply, and a
+    reward may return None for the same cause.
+    """
+    outcome = rows[-1].outcome
+    if isinstance(outcome, Unscorable):
+        return not any(row.sampled for row in rows)
+    return isinstance(outcome, InfraError) and rows[-1].finish not in TRUNCATED
 
 
 class Evaluator:
@@ -96,13 +116,18 @@ class Evaluator:
         found = Unscored.of(groups)
         if self._first and (why := found.cause(self._first)) is not None:
             raise RunFailed(why)
-        self._first = ""
+        if found.any_scored:
+            self._first = ""
         self._tell(found)
         return summary(groups) | by_environment(groups)
 
     async def groups(self, tasks: Sequence[Task]) -> list[Group]:
-        """A group of one greedy attempt at each task, judged, in the order of the tasks."""
+        """A group of one greedy attempt at each task, judged, in the order of the tasks.
+
+        Raises RunFailed when nothing was judged before, and the first attempts say that nothing will be.
+        """
         places, run = asyncio.Semaphore(CONCURRENT), next(self._runs)  # each evaluation's episodes have keys of their own
+        scouts, ended = self._scouts(len(tasks)), dict[int, Group]()
 
         async def attempt(index: int, task: Task) -> Group:
             async with places:  # bounded: an episode has its limit
@@ -112,9 +137,23 @@ class Evaluator:
                     lambda engine: self._episodes.within(engine.context).play(task, engine, key, seeds)
                 )
                 await self._episodes.judge(task, [played])
-            return Group(index, task, played)
+            ended[index] = Group(index, task, played)
+            if index in scouts and ended.keys() >= scouts:
+                self._expect_some(list(ended.values()))
+            return ended[index]
 
-        return list(await asyncio.gather(*(attempt(i, task) for i, task in enumerate(tasks))))
+        order = sorted(range(len(tasks)), key=lambda index: (index not in scouts, index))
+        await all_of(attempt(index, tasks[index]) for index in order)
+        return [ended[index] for index in range(len(tasks))]
+
+    def _scouts(self, tasks: int) -> frozenset[int]:
+        """The tasks, evenly among all, whose attempts begin first and say whether any can be judged; else none."""
+        count = SCOUTS if self._first and tasks > SCOUTS else 0
+        return frozenset(i * tasks // count for i in range(count))
+
+    def _expect_some(self, ended: Sequence[Group]) -> None:
+        if (why := Unscored.of(ended).cause(self._first, "first ")) is not None:
+            raise RunFailed(why)
 
 
 def by_environment(groups: Sequence[Group]) -> Metrics:

@@ -191,7 +191,7 @@ class Rollout:
 
     async def _attempts(self, engine: AnyRoute, group_id: int, task: Task) -> list[list[Trajectory]]:
         samples = [*range(self._size), *([GREEDY] if self._greedy else [])]
-        return await _all(self._attempt(engine, group_id, task, sample) for sample in samples)
+        return await all_of(self._attempt(engine, group_id, task, sample) for sample in samples)
 
     async def _attempt(self, engine: AnyRoute, group_id: int, task: Task, sample: int) -> list[Trajectory]:
         episodes = self._greedy if self._greedy and sample == GREEDY else self._episodes
@@ -204,7 +204,7 @@ class Rollout:
         )
 
 
-async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all works: their results, or the first error once all have ended.
 
     A task group will not do: a work that fails while it is cancelled would hide the cancellation, and the caller, which
