@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tidemill.cli.commands.conversation import Segment, segments
-from tidemill.core.types import Finish, Group, InfraError, Said, Task, Trajectory, Version
+from tidemill.core.types import Finish, Group, InfraError, Said, Task, Trajectory, Unscorable, Version
 from tidemill.ledger import SqliteLedger
 from tidemill.observability.safe_text import visible
 
@@ -161,6 +161,21 @@ def test_attempts_without_a_score_are_not_ranked_but_shown(tidemill, troubled: P
     assert any("RuntimeError" in (s["outcome_reason"] or "") for s in everything)
 
 
+@pytest.mark.parametrize("option", ["--worst", "--best"])
+def test_where_none_has_a_score_the_failures_are_shown(tidemill, tmp_path: Path, option: str):
+    (tmp_path / "config.json").write_text("{}")
+    with SqliteLedger(tmp_path, mode="create") as ledger:
+        for number in range(3):
+            ledger.admit(number, Task("t", "p"))
+            failed = trajectory([0, 1], sources=(Version(2),), outcome=Unscorable(f"no gold for {number}"))
+            ledger.finish(Group(number, Task("t", "p"), [failed]))
+        ledger.event("now", {})  # a reader beside the run sees what finished with the next such call
+        said, found = tidemill("samples", tmp_path, option, 2), tidemill("samples", tmp_path, option, 2, "--json")
+    assert said.code == found.code == 0 and said.out.startswith(f"none has a score, so that {option} cannot rank them")
+    assert "no gold for 2" in said.out and "no gold for 1" in said.out and "no gold for 0" not in said.out
+    assert [each["outcome_reason"] for each in json.loads(found.out)] == ["no gold for 2", "no gold for 1"]
+
+
 def test_the_whole_conversation_with_what_it_earned_and_which_limit_cut_it(tidemill, conversed: Path):
     """Every turn under its role, a tool's too; what the policy wrote from what was sent; hostile text is harmless."""
     shown = json.loads(tidemill("samples", conversed, "--step", 1, "--best", 1, "--json").out)[0]
@@ -221,10 +236,7 @@ def test_nothing_to_show_is_one_sentence(tidemill, run: Path, tmp_path: Path):
         assert said.code == 2 and "no trajectories: none of its groups was finished; it is running" in said.out
         assert "none was begun yet" in tidemill("samples", tmp_path / "early", "--step", 1).out
         ledger.admit(0, Task("t", "p"))
-        ledger.finish(Group(0, Task("t", "p"), [trajectory([0, 1], sources=(Version(2),))]))
-        ledger.event("now", {})  # a reader beside the run sees what finished with the next such call
-        said = tidemill("samples", tmp_path / "early", "--worst", 1)
-    assert said.code == 2 and "no trajectory with a score" in said.out
+    assert tidemill("samples", tmp_path / "early", "--worst", 1).code == 2
     (run / "initial").unlink()
     assert "tokenizer" in tidemill("samples", run, "--tokens").out
 

@@ -35,9 +35,12 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
         raise ConfigError(f"--step {step}: steps are counted from 1, as the progress display counts them")
     folder = RunFolder.existing(run)
     with SqliteLedger(run, mode="read") as record:
-        rows = record.samples(None if step is None else step - 1, order, limit)
+        at = None if step is None else step - 1
+        rows, note = record.samples(at, order, limit), ""
+        if not rows and order != "recent" and (rows := record.samples(at, "recent", limit)):
+            note = f"none has a score, so that --{order} cannot rank them: these are the latest, with what went wrong"
         if not rows:
-            raise ConfigError(_nothing(record, folder, step, order))
+            raise ConfigError(_nothing(record, folder, step))
         payloads = [_payload(record, row) for row in rows]
     tokenizer = tokenizer_of(folder) if tokens else None
     reader = cache(partial(_reader, folder))  # loaded only for payloads without messages
@@ -46,6 +49,8 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
         print_json([_plain(row, payload, tokenizer) | plain(payload, reader) for row, payload in found])
         return 0
     screen = console()
+    if note:
+        screen.print(Text(note, "bold red"), soft_wrap=True)
     for row, payload in zip(rows, payloads, strict=True):
         for number, line in enumerate(_title(row, payload).wrap(screen, screen.width - INDENT)):
             line.rstrip()
@@ -79,15 +84,13 @@ def _choice(worst: int | None, best: int | None) -> tuple[Order, int]:
     return order, limit or LIMIT
 
 
-def _nothing(record: SqliteLedger, folder: RunFolder, step: int | None, order: Order) -> str:
+def _nothing(record: SqliteLedger, folder: RunFolder, step: int | None) -> str:
     last, run, state = record.last_step(), folder.path, state_of(folder)
     now = "" if state.name == "complete" else f"; {state.what_to_do()}"
     if step is not None and (last is None or step > last + 1):
         known = "none was begun yet" if last is None else f"it has steps 1 to {last + 1}"
         return f"{run} has no step {step}: {known}{now}"
     where = f"step {step} of {run}" if step is not None else str(run)
-    if order != "recent" and record.samples(None if step is None else step - 1, "recent", 1):
-        return f"{where} has no trajectory with a score to rank: leave out --{order} to see them with what went wrong"
     return f"{where} has no trajectories: none of its groups was finished{now}"
 
 
