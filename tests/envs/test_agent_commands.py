@@ -107,7 +107,7 @@ async def test_an_exception_of_a_program_is_told_with_its_line() -> None:
 async def test_an_agent_whose_calls_are_refused_is_told_why() -> None:
     outcome = await play(task("refused"))
     assert isinstance(outcome, InfraError)
-    said = "the agent ended without a reply of the policy: 1 of its calls were refused, the latest with: 400 "
+    said = "the agent ended without a reply of the policy: 1 refused call, the latest with: 400 "
     assert outcome.reason.startswith(said) and len(outcome.reason) > len(said)
 
 

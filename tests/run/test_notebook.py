@@ -75,7 +75,7 @@ def notebook(tmp_path_factory):
 
 def test_a_reward_of_a_cell_is_judged_in_the_workers_from_its_source(notebook):
     place, book = notebook
-    assert text_of(book.cells[1]).startswith("run runs/first: 1 steps, done\nheld-out accuracy 0.")
+    assert text_of(book.cells[1]).startswith("run runs/first: 1 step, done\nheld-out accuracy 0.")
     source = (place / "runs" / "first" / "source" / "reward_reward.py").read_text()
     assert (
         "def stripped(text):" in source and "LETTER = re.compile('[a-j]', 32)" in source and "tidemill.train" not in source

@@ -101,7 +101,7 @@ CASES: dict[str, tuple[list[list[Attempt]], dict[str, Any], str, list[str]]] = {
     ),
     "a reward that nobody saw pass": ([NOTHING], {"gold": "not checked"}, "reward", ["no right answer has been seen"]),
     "solved greedily alone": ([NOTHING], {"before": 0.25}, "sampling", ["greedy replies solved 25%", "temperature (now 1)"]),
-    "what differs is left out": ([[(1, STOP), (0, STOP)]], {}, "left out", ["within 1 groups", "algorithm.overlong"]),
+    "what differs is left out": ([[(1, STOP), (0, STOP)]], {}, "left out", ["within 1 group,", "algorithm.overlong"]),
 }
 
 

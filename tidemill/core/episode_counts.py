@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from tidemill.core.amounts import amount
+
 COUNTED = {
     "tools": ("calls", "malformed", "errors", "late", "unavailable"),  # the four are outcomes of the calls
     "mcp": ("lost",),  # connections to servers that ended, failed or were given up
@@ -57,14 +59,19 @@ def counts_in(info: Mapping[str, float]) -> dict[str, int]:
 def worded_counts(counts: Mapping[str, int]) -> list[tuple[str, str]]:
     """Counts in words, one text for each part that has any: ("tools", "12 calls, 1 late")."""
     found = [
-        (part, ", ".join(f"{counts[name]:,} {kind}" for kind in kinds if counts.get(name := f"{part}/{kind}")))
+        (part, ", ".join(_worded(counts[name], kind) for kind in kinds if counts.get(name := f"{part}/{kind}")))
         for part, kinds in COUNTED.items()
     ]
     return [(part, said) for part, said in found if said]
+
+
+def _worded(count: int, kind: str) -> str:
+    return amount(count, _NOUNS[kind]) if kind in _NOUNS else f"{count:,} {kind}"
 
 
 def _dropped(names: Sequence[str]) -> None:
     return None
 
 
+_NOUNS = {"calls": "call", "errors": "error", "runs": "run", "limits": "limit", "retries": "retry", "faults": "fault"}
 _ORDER = [f"{part}/{kind}" for part, kinds in COUNTED.items() for kind in kinds]

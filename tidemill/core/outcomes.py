@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.core.amounts import amount
 from tidemill.core.types import Array, InfraError, Outcome, Score, Trajectory, Unscorable
 
 SOLVED = 1.0  # a score from here on counts as solved; what falls short by rounding is a partial score
@@ -99,8 +100,8 @@ def fitting(outcome: Outcome | None, replies: int, name: str) -> Outcome | None:
     """The outcome, or an InfraError for a Score that rewards more turns than there were replies."""
     if not isinstance(outcome, Score) or len(outcome.turns) <= replies:
         return outcome
-    given, there = len(outcome.turns), "1 reply" if replies == 1 else f"{replies} replies"
-    return InfraError(f"{name} returned a Score that rewards {given:,} turns of an attempt with {there}: give one a reply")
+    given, there = amount(len(outcome.turns), "turn"), amount(replies, "reply")
+    return InfraError(f"{name} returned a Score that rewards {given} of an attempt with {there}: give one a reply")
 
 
 def _number(value: Any) -> float | None:

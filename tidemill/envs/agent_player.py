@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from tidemill.core.amounts import amount
 from tidemill.core.chat_interface import Chat
 from tidemill.core.episode_counts import counted
 from tidemill.core.hardware import usable_cores
@@ -46,7 +47,7 @@ async def play_task(player: AgentPlayer, task: Task, chat: Chat) -> Outcome | No
         asked = model.counts
     if asked["tokens"] or isinstance(outcome, Unscorable | InfraError):
         return outcome
-    how = f"{asked['refused']} of its calls were refused, the latest with: {model.refused}" if asked["refused"] else ""
+    how = f"{amount(asked['refused'], 'refused call')}, the latest with: {model.refused}" if asked["refused"] else ""
     return InfraError(clip(f"the agent ended without a reply of the policy: {how or 'it called nothing'}"))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tidemill.controller.evaluation import errors_apart, interval
 from tidemill.controller.offline_groups import FIGURES
 from tidemill.controller.run_monitor import Totals
+from tidemill.core.amounts import amount
 from tidemill.core.episode_counts import counts_in
 from tidemill.core.hardware import usable_cores
 from tidemill.core.types import Metrics
@@ -217,12 +218,12 @@ def unscored_of(report: Mapping[str, Any]) -> str:
 def in_lines(report: Mapping[str, Any], folder: Path, complete: bool) -> list[str]:
     """A run in a few lines: its steps, its results, its model, and what to do next."""
     before, after, n = report.get("accuracy_before"), report.get("accuracy_after"), report.get("held_out")
-    lines = [f"run {folder}: {report['steps']} steps, {'done' if complete else 'stopped; the same call goes on'}"]
+    lines = [f"run {folder}: {amount(report['steps'], 'step')}, {'done' if complete else 'stopped; the same call goes on'}"]
     if after is not None and n:
         low, high = interval(after, n)
         begun = "" if before is None else f"{before:.3f} -> "
         interval_said = f"(95 % CI {low:.3f} to {high:.3f}){unscored_of(report)}"
-        lines.append(f"held-out accuracy {begun}{after:.3f} on {n:,} tasks {interval_said}")
+        lines.append(f"held-out accuracy {begun}{after:.3f} on {amount(n, 'task')} {interval_said}")
     if given := report.get("held_out_given"):
         known = [(name, was, given["after"].get(name)) for name, was in given["before"].items()]
         changes = [f"{name.replace('_', ' ')} {was:.3f} -> {now:.3f}" for name, was, now in known if now is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from tidemill.core.amounts import amount
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Earned
 from tidemill.observability.diagnosis.cuts import REMEDIES, Limit, by
@@ -36,9 +37,9 @@ def unearned(ledger: SqliteLedger, config: RunConfig, cut: Counter[Limit] | None
 
 
 def _what(earned: Earned, steps: int) -> str:
-    during = f"in {steps:,} step{'s' if steps != 1 else ''}"
+    during = f"in {amount(steps, 'step')}"
     if not earned.scored:
-        return f"nothing was earned {during}, for none of {earned.attempts:,} attempts has a score"
+        return f"nothing was earned {during}, for none of {amount(earned.attempts, 'attempt')} has a score"
     if earned.best == earned.worst:
         every = f"all {earned.scored:,} attempts have the reward {earned.best:g}"
         return f"{'there was nothing to learn' if earned.best else 'nothing was earned'} {during}, for {every}"
@@ -54,7 +55,7 @@ def cause_of(
     """
     asked = config.rollout
     if not earned.scored:
-        errors = f"{earned.infra_errors:,} infrastructure errors, {earned.unscorable:,} unscorable"
+        errors = f"{amount(earned.infra_errors, 'infrastructure error')}, {earned.unscorable:,} unscorable"
         first = f", the commonest {earned.reason!r}" if earned.reason else ""
         return "judging", f"judging failed ({errors}{first}); {TEST} shows it without a run"
     if (failed := earned.attempts - earned.scored) > MOST * earned.attempts:
@@ -68,7 +69,7 @@ def cause_of(
         text = f"no right answer has been seen to earn this reward's full score; {TEST} is the first thing to try"
         return "reward", text
     if earned.varied:
-        return "left out", _LEFT_OUT.format(varied=earned.varied)
+        return "left out", _LEFT_OUT.format(varied=amount(earned.varied, "group"))
     if earned.solved:
         return "alike", _ALIKE.format(size=asked.group_size)
     if begun_with:
@@ -79,7 +80,7 @@ def cause_of(
 
 
 _LEFT_OUT = (
-    "the rewards differ within {varied:,} groups, and yet nothing of them was trained; look at what algorithm.overlong and "
+    "the rewards differ within {varied}, and yet nothing of them was trained; look at what algorithm.overlong and "
     "algorithm.corrections leave out"
 )
 _ALIKE = (

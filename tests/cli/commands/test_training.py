@@ -48,7 +48,7 @@ def test_a_run_that_unlearns_says_so_and_is_no_failure(tidemill, trained: Path, 
     given = [f"run_dir={tmp_path / 'run'}", f"env={tmp_path / 'env.py'}:forgetful", "steps=1", "eval.final_tasks=20"]
     recipe = trained.parent / "recipe.toml"
     said = tidemill("train", recipe, *given, "placement.environment.workers=0", "trainer.lr=1e-3", "max_lag=2")
-    assert said.code == 0 and "done     1 steps" in said.out
+    assert said.code == 0 and "done     1 step in" in said.out
     told = " ".join(said.out.split())
     assert "UNLEARNED: held-out accuracy fell from 1.000 to 0.000 on 20 tasks, by 6.3 standard errors" in told
     assert f"look first at: trainer.lr=0.001 (try a tenth), the reward (`tidemill reward test {recipe}`), max_lag=2" in told

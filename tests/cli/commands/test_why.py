@@ -65,7 +65,7 @@ def test_attempts_and_what_their_parts_counted_are_told(tidemill, waiting: Path)
     status["counts"] = {"tools/calls": 5000, "tools/late": 2, "agent/late": 3, "workers/lost": 1}
     (waiting / STATUS).write_text(json.dumps(status))
     said = tidemill("why", unfinished(waiting)).out
-    assert "attempts   1,200 scored, 3 unscorable, 1 infra errors" in said.replace("attempts       ", "attempts   ")
+    assert "attempts   1,200 scored, 3 unscorable, 1 infra error" in said.replace("attempts       ", "attempts   ")
     assert "the agent took longer than 2 s × 3" in said and "the ␛[31msandbox is gone\n" in said
     assert "5,000 calls, 2 late" in said and "3 late" in said and "1 lost" in said
     status["judging"] = {"scored": 0, "unscorable": 0, "infra_errors": 0, "reasons": {}}

@@ -20,6 +20,7 @@ from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.evaluation import Evaluator, Unscored, interval
 from tidemill.controller.policy_pools import PolicyPools, Pool
 from tidemill.controller.rollout import EpisodeSetup
+from tidemill.core.amounts import amount
 from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import usable_cores
 from tidemill.core.hub import fetch, is_name, shown
@@ -217,7 +218,7 @@ def _rows(f: Mapping[str, Any], seconds: float, recorded: float | None) -> list[
         said = "the run's report says the same" if same else f"the run's report says {recorded:.4f}"
         accuracy.append(f"   {said}", "dim" if same else "bold yellow")
     failed = f["infra_errors"] + f["unscorable"]
-    what = f"{f['infra_errors']:,} infrastructure errors, {f['unscorable']:,} unscorable"
+    what = f"{amount(f['infra_errors'], 'infrastructure error')}, {f['unscorable']:,} unscorable"
     return [
         ("tasks", f"{f['n']:,} held-out, greedy, in {seconds:.1f} s"),
         ("accuracy", accuracy),

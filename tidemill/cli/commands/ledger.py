@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.text import Text
 
 from tidemill.cli.commands.screen import Row, print_json, show_rows
+from tidemill.core.amounts import amount
 from tidemill.core.types import Version
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Counts, EvalRecord, Event, StepRecord
@@ -98,7 +99,7 @@ def _few(evaluations: Sequence[EvalRecord]) -> Sequence[EvalRecord]:
 
 
 def _evaluations(evaluations: Sequence[EvalRecord]) -> str:
-    return "\n".join(f"{_figures(e)} on {e.n or 0:,} tasks after step {e.step:,}" for e in evaluations)
+    return "\n".join(f"{_figures(e)} on {amount(e.n or 0, 'task')} after step {e.step:,}" for e in evaluations)
 
 
 def _figures(evaluation: EvalRecord) -> str:

@@ -12,6 +12,7 @@ from rich.text import Text
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.cli.commands.screen import INDENT, Row, console, print_rows
+from tidemill.core.amounts import amount
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import shown
 from tidemill.core.import_object import load_object
@@ -160,7 +161,7 @@ def _memory(plan: RunPlan, arch: Architecture, complete: bool) -> dict[str, Any]
 
 def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     step, passes, replies = about["step"], about["passes"], about["step"]["replies"]
-    asked = "as many as its environment asks for" if replies is None else f"at most {_n(replies, 'reply')} an attempt"
+    asked = "as many as its environment asks for" if replies is None else f"at most {amount(replies, 'reply')} an attempt"
     tokens = "not known" if step["sampled_tokens"] is None else f"at most {step['sampled_tokens']:,}"
     most = min(filter(None, (config.rollout.max_tokens, step["row_tokens"])))
     sampled = f"{tokens} tokens: {most:,} a reply, {asked}"
@@ -168,7 +169,8 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
         sampled = f"nothing: the tasks give the {config.offline}"
     rows = f"rows of at most {step['row_tokens']:,}" if step["row_tokens"] else "rows that the model's context bounds"
     forward = [who for who, key in (("p_hat", "p_hat"), ("pi_ref", "reference"), ("V", "critic")) if passes[key]]
-    ran = [f"forward and backward {'once' if passes['policy'] == 1 else _n(passes['policy'], 'time')} over every attempt"]
+    often = "once" if passes["policy"] == 1 else amount(passes["policy"], "time")
+    ran = [f"forward and backward {often} over every attempt"]
     mismatched = ", also over each prompt with the next one's reply" if first_algorithm(config).preference == "kto" else ""
     ran += [f"forward for {' and for '.join(forward)}{mismatched}"] if forward else []
     batches = [f"at most {step['train_micro_batches']:,} with gradients"]
@@ -178,7 +180,7 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
         tokens_each = f"at most {step['lanes']:,} at a time, {config.trainer.micro_batch_tokens:,} tokens together"
     attempts = f"{step['groups']:,} groups × {step['group_size']:,} = {step['sequences']:,}"
     if step["replayed"]:
-        again = f"at most {_n(step['replayed'], 'group')} of the {config.data.replay.within:,} steps before"
+        again = f"at most {amount(step['replayed'], 'group')} of the {config.data.replay.within:,} steps before"
         attempts += f", and {again} are trained once more"
     return [
         ("attempts", attempts),
@@ -217,9 +219,9 @@ def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     window = f" - {config.rollout.window} + 1" if config.rollout.window > 1 else ""
     behind = "synchronous: nothing trained on is stale"
     if config.max_lag:
-        behind = f"nothing trained on is more than {_n(config.max_lag, 'version')} old"
+        behind = f"nothing trained on is more than {amount(config.max_lag, 'version')} old"
     if about["step"]["replayed"]:
-        behind += f"; what is trained once more is of the {_n(config.data.replay.within, 'step')} before"
+        behind += f"; what is trained once more is of the {amount(config.data.replay.within, 'step')} before"
     slots = f"({config.max_lag} + 1) × {about['step']['groups']:,}{window} = {about['slots']:,}"
     if config.offline:
         behind = "how many steps ahead tasks are read; nothing is sampled, so nothing is stale"
@@ -264,11 +266,6 @@ def alike(devices: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
     for device, demand in devices.items():
         found.setdefault((demand["needed"], demand["total"]), []).append(device)
     return [(each, min((devices[device] for device in each), key=lambda d: d["free"] or 0)) for each in found.values()]
-
-
-def _n(count: int, noun: str) -> str:
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{count:,} {noun if count == 1 else plural}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from tidemill.cli.commands.judging import in_its_workers, recipe_of, scoring_wor
 from tidemill.cli.commands.samples import judged_text
 from tidemill.cli.commands.screen import Row, print_json, show_rows
 from tidemill.controller.rollout import EpisodeSetup
+from tidemill.core.amounts import amount
 from tidemill.core.errors import ConfigError, PayloadLost
 from tidemill.core.interfaces import Environment
 from tidemill.core.types import Finish, Group, Outcome, SamplingParams, Score, Task, Trajectory
@@ -153,11 +154,11 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
 
 
 def _show(run: Path, found: Rejudged) -> None:
-    changed = f"{len(found.changed):,} outcome{'' if len(found.changed) == 1 else 's'}"
+    changed = amount(len(found.changed), "outcome")
     if found.otherwise:
         changed += f"; {found.otherwise:,} more in their parts or turns only"
     rows: list[Row] = [
-        ("judged again", f"{found.attempts:,} attempts by {visible(found.judge)}"),
+        ("judged again", f"{amount(found.attempts, 'attempt')} by {visible(found.judge)}"),
         ("changed", Text(changed, "bold yellow" if found.changed else "green")),
     ]
     for each in found.changed[:SHOWN]:

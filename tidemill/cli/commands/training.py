@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.cli.commands.screen import console, own_name, print_json, print_labelled, print_wrapped
+from tidemill.core.amounts import amount
 from tidemill.core.episode_counts import worded_counts
 from tidemill.core.errors import PeerLost
 from tidemill.observability.console import ProgressDisplay
@@ -90,7 +91,7 @@ def _judged(report: dict[str, Any]) -> list[tuple[str, str]]:
     if not judging or not (judging["infra_errors"] or judging["unscorable"]):
         return []
     scored, errors, unscorable = (judging[k] for k in ("scored", "infra_errors", "unscorable"))
-    said = f"{scored:,} scored, {errors:,} infrastructure errors and {unscorable:,} unscorable (not trained on)"
+    said = f"{scored:,} scored, {amount(errors, 'infrastructure error')} and {unscorable:,} unscorable (not trained on)"
     return [("judged", said)]
 
 
@@ -109,7 +110,7 @@ def _result(config: RunConfig, ended: RunEnded) -> list[tuple[str, str]]:
         took, earlier = duration(report["wall_s"]), report.get("steps_before", 0)  # an older run's report has none
         took = f", {took} since it went on after step {earlier}" if earlier else f" in {took}"
         rows = [
-            ("done", f"{report['steps']} steps{took}"),
+            ("done", f"{amount(report['steps'], 'step')}{took}"),
             *(("model", f"{folder} (Hugging Face format)") for folder in finals(report, config.run_dir)),
         ]
     else:
@@ -117,12 +118,13 @@ def _result(config: RunConfig, ended: RunEnded) -> list[tuple[str, str]]:
     before, after, n = report["accuracy_before"], report["accuracy_after"], report["held_out"]
     if before is not None and after is not None and n is not None:
         first = report.get("held_out_before", n)  # an older run's report has none
-        of = "" if first == n else f" on {first:,} tasks"
-        rows.append(("result", f"held-out accuracy {before:.3f}{of} → {after:.3f} on {n:,} tasks{unscored_of(report)}"))
+        of = "" if first == n else f" on {amount(first, 'task')}"
+        said = f"held-out accuracy {before:.3f}{of} → {after:.3f} on {amount(n, 'task')}{unscored_of(report)}"
+        rows.append(("result", said))
     if given := report.get("held_out_given"):
         both = [(name, was, given["after"][name]) for name, was in given["before"].items() if name in given["after"]]
         changes = [f"{name.replace('_', ' ')} {was:.3f} → {now:.3f}" for name, was, now in both]
-        rows.append(("result", f"held-out {', '.join(changes)} on {n:,} tasks"))
+        rows.append(("result", f"held-out {', '.join(changes)} on {amount(n or 0, 'task')}"))
     return rows
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tidemill.cli.commands.run_state import state_of
 from tidemill.cli.commands.screen import Row, print_json, show_rows
+from tidemill.core.amounts import amount
 from tidemill.core.episode_counts import worded_counts
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.observability.events import worded
@@ -72,7 +73,8 @@ def _attempts(status: dict[str, Any]) -> list[Row]:
     judging = status.get("judging")  # a status of an older version has none
     if not judging:
         return []
-    said = f"{judging['scored']:,} scored, {judging['unscorable']:,} unscorable, {judging['infra_errors']:,} infra errors"
+    errors = amount(judging["infra_errors"], "infra error")
+    said = f"{judging['scored']:,} scored, {judging['unscorable']:,} unscorable, {errors}"
     reasons = [f"{visible(reason)}{_times(n)}" for reason, n in judging["reasons"].items()]
     found = [("attempts", said), *(("", each) for each in reasons)] if judging["scored"] or reasons else []  # of training
     return [*found, *worded_counts(status.get("counts", {}))]

@@ -20,6 +20,7 @@ from typing import Literal, cast
 import numpy as np
 
 from tidemill.controller.rollout import EpisodeSetup
+from tidemill.core.amounts import amount
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Checkable, Environment, Gold, Sampler
 from tidemill.core.outcomes import SOLVED, clip
@@ -286,4 +287,4 @@ def _verdict(kind: str, tried: Sequence[Tried], chance: float) -> tuple[Verdict,
 
 
 def _named(kind: str, n: int) -> str:
-    return f"{n} {kind} repl{'y' if n == 1 else 'ies'}"
+    return amount(n, f"{kind} reply")
