@@ -6,8 +6,8 @@ from tidemill.core.types import Outcome, Task, Trajectory
 from tidemill.envs import episode_protocol as wire
 from tidemill.envs.agent_environment import AgentEnvironment
 from tidemill.envs.agent_worker import LoadAgent
-from tidemill.envs.environment_settings import EnvironmentWorkers
-from tidemill.envs.episode_workers import WORKERS, WorkerEnvironment
+from tidemill.envs.environment_settings import WORKERS, EnvironmentWorkers
+from tidemill.envs.episode_workers import WorkerEnvironment
 from tidemill.runtime.workers.worker import WorkerKind
 from tidemill.runtime.workers.worker_pool import Lost, WorkerPool
 

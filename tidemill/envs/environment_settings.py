@@ -234,6 +234,9 @@ class EnvironmentWorkers(Config):
     limit_s: float = Field(default=10.0, gt=0, description="Seconds that a call may block before its worker is killed")
 
 
+WORKERS = 2  # default for a user's environment
+
+
 class ScoringSettings(Config):
     """Worker processes that judge attempts, with their limits."""
 
@@ -330,6 +333,19 @@ def _near(name: str) -> str:
 def environments_of(env: AnyEnv | tuple[AnyEnv, ...]) -> tuple[AnyEnv, ...]:
     """The environments of a recipe as a tuple, one or several."""
     return env if isinstance(env, tuple) else (env,)
+
+
+def workers_of(env: AnyEnv, settings: EnvironmentWorkers) -> int:
+    """The worker processes that play an environment, as far as its settings tell: see `episode_workers.in_workers`."""
+    match env:
+        case AgentSettings():
+            return WORKERS if settings.workers is None else settings.workers
+        case RowsSettings() | ReasoningGymSettings():  # a reply each
+            return 0
+        case PythonSettings() if len(env.paths) > 1:  # rewards
+            return 0
+        case _:  # a built-in one needs none; a user's file may hold a reward as well
+            return settings.workers or 0
 
 
 SEVERAL, ALONE = "several", "alone"

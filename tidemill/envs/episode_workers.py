@@ -23,11 +23,10 @@ from tidemill.envs import episode_protocol as wire
 from tidemill.envs.agent_environment import AgentEnvironment
 from tidemill.envs.environment import FunctionEnvironment, SingleTurn, gold_of, is_grouped
 from tidemill.envs.environment_mixture import Several
-from tidemill.envs.environment_settings import AnyEnv, EnvironmentWorkers, PythonSettings
+from tidemill.envs.environment_settings import WORKERS, AnyEnv, EnvironmentWorkers, PythonSettings
 from tidemill.runtime.workers.worker import OpenCall, WorkerKind
 from tidemill.runtime.workers.worker_pool import Lost, WorkerPool
 
-WORKERS = 2  # default for a user's environment
 MOST_AT_ONCE = 256  # replies of one episode that may be under way
 _MODULE = "tidemill.envs.episode_worker"
 

@@ -48,6 +48,44 @@ def test_what_fits_is_shown_as_explain_shows_it_and_nothing_is_written(tidemill,
     assert "advantage" not in said.out  # formulas are what `explain` is for
 
 
+FILE = """
+import tidemill
+
+tasks = [{"prompt": str(i), "answer": str(i)} for i in range(40)]
+
+@tidemill.environment(tasks=tasks)
+async def plays(task, chat):
+    return 1.0
+
+def judges(completion, **_):
+    return 1.0
+"""
+AGENT = 'env={kind="agent", command="true", data="FILE.py:tasks", lifetime="%s"}'
+
+
+@pytest.mark.parametrize(
+    ("given", "counts", "beside"),
+    [
+        ([AGENT % "run"], {"environment": 2, "agent": 2}, False),
+        ([AGENT % "run", "placement.environment.workers=0"], {"agent": 1}, False),
+        ([AGENT % "episode", "placement.environment.workers=3"], {"environment": 3}, True),
+        (['env={kind="python", path="FILE.py:plays"}'], {"environment": 2}, False),
+        (['env={kind="python", path="FILE.py:judges"}'], {}, False),
+        (["placement.environment.workers=4"], {"environment": 4}, False),
+        ([], {}, False),
+    ],
+    ids=["agent", "agent here", "agent of an episode", "environment", "reward", "built-in in workers", "built-in"],
+)
+def test_what_plays_is_counted(tidemill, recipe: Path, monkeypatch, given: list[str], counts: dict[str, int], beside: bool):
+    with_free(monkeypatch, 1 << 30)
+    monkeypatch.chdir(recipe.parent)
+    Path("FILE.py").write_text(FILE)
+    found = json.loads(tidemill("check", recipe, *given, "--json").out)["memory"]["processes"]
+    assert {name: found[name]["count"] for name in ("environment", "agent") if name in found} == counts
+    said = " ".join(tidemill("check", recipe, *given).out.split())
+    assert ("beside it: a process of the agent's command for each episode under way, and what" in said) is beside
+
+
 def test_it_tells_machines_the_same_numbers(tidemill, recipe: Path, monkeypatch):
     with_free(monkeypatch, 1 << 30)
     found, explained = (json.loads(tidemill(command, recipe, "--json").out) for command in ("check", "explain"))

@@ -18,7 +18,14 @@ from tidemill.core.hub import shown
 from tidemill.core.import_object import load_object
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
 from tidemill.engine.native.engine_settings import EngineSettings
-from tidemill.envs.environment_settings import AgentSettings, AnyEnv, GuessSettings, PythonSettings, environments_of
+from tidemill.envs.environment_settings import (
+    WORKERS,
+    AgentSettings,
+    AnyEnv,
+    GuessSettings,
+    PythonSettings,
+    environments_of,
+)
 from tidemill.models.architecture import Architecture, parameters
 from tidemill.run.build_controller import make_algorithm
 from tidemill.run.planner.device_plan import DevicePlan, given_in, in_a_row
@@ -49,6 +56,7 @@ def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
         if complete:
             expect_model(config.model)
         arch = architecture_of(config.model)
+        config = _with_players(config)
         devices, misplaced = (None, "") if arch is None else _devices(config, arch)
         if misplaced:
             if complete:
@@ -74,6 +82,20 @@ def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
         "devices": {**asdict(plan.devices), "said": plan.devices.said(), "refused": misplaced},
         "memory": memory,
     }
+
+
+def _with_players(config: RunConfig) -> RunConfig:
+    """The recipe with the number of worker processes that a user's environment will have."""
+    placement = config.placement
+    if placement.environment.workers is not None or not any(map(_plays, environments_of(config.env))):
+        return config
+    environment = placement.environment.model_copy(update={"workers": WORKERS})
+    return config.model_copy(update={"placement": placement.model_copy(update={"environment": environment})})
+
+
+def _plays(env: AnyEnv) -> bool:
+    """True for a user's environment, False for a reward function, which is asked about one reply, and for other kinds."""
+    return isinstance(env, PythonSettings) and hasattr(load_object(env.paths[0]), "run")
 
 
 def _devices(config: RunConfig, arch: Architecture) -> tuple[DevicePlan | None, str]:
@@ -251,6 +273,8 @@ def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Ro
     if memory["context_cut"]:
         rows.append(("context", memory["context_cut"]))
     left = "the reference, whose folder is not here, and " if memory["without_reference"] else ""
+    if any(isinstance(env, AgentSettings) and env.lifetime == "episode" for env in environments_of(config.env)):
+        left += "a process of the agent's command for each episode under way, and "
     beside = f"beside it: {left}what processes share of Python and torch"
     for devices, demand in alike(memory["devices"]):
         free = "what is free is not known here" if demand["free"] is None else f"of {in_words(demand['free'])} that are free"
@@ -323,7 +347,7 @@ def first_algorithm(config: RunConfig) -> AlgorithmSettings:
 def replies_of(env: AnyEnv) -> int | None:
     """Replies of one attempt; None if a conversation asks as often as it likes."""
     if isinstance(env, PythonSettings):
-        return None if hasattr(load_object(env.paths[0]), "run") else 1  # a reward function is asked about one reply
+        return None if _plays(env) else 1
     if isinstance(env, AgentSettings):
         return None
     return env.turns if isinstance(env, GuessSettings) else 1

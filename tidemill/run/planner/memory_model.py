@@ -19,6 +19,7 @@ from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages, 
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.paged_attention import GATHER_BYTES, MOST_PAIRS
 from tidemill.engine.remote.server_settings import ServerSettings
+from tidemill.envs.environment_settings import AgentSettings, environments_of, workers_of
 from tidemill.models.adapter_config import AdapterConfig
 from tidemill.models.architecture import Architecture, matrices, parameters
 from tidemill.models.kernels.cpu.bindings import BLOCK, STEP, Native
@@ -99,9 +100,20 @@ def processes(config: RunConfig, models: Models, longest: int = 0, devices: Devi
     found += _processes("controller", ["cpu"], [attempts_memory(config)], "")
     if config.judged and (count := config.scoring.workers):
         found += _processes("scorer", ["cpu"] * count, [], f"fewer scoring.workers (now {count:,})")
-    if count := placement.environment.workers:
-        found += _processes("environment", ["cpu"] * count, [], f"fewer placement.environment.workers (now {count:,})")
-    return found
+    return [*found, *_players(config)]
+
+
+def _players(config: RunConfig) -> Iterator[Process]:
+    """The worker processes of environments, and agents that live as long as their worker."""
+    own = config.placement.environment
+    counts = [(env, workers_of(env, own)) for env in environments_of(config.env)]
+    most = max(count for _, count in counts)
+    lever = f"fewer placement.environment.workers (now {most:,})" if most else ""
+    if count := sum(count for _, count in counts):
+        yield from _processes("environment", ["cpu"] * count, [], lever)
+    kept = [max(count, 1) for env, count in counts if isinstance(env, AgentSettings) and env.lifetime == "run"]
+    if kept:
+        yield Process("agent", ("cpu",) * sum(kept), [Held("the program itself, at least", PYTHON, lever, host=True)])
 
 
 def _engines(config: RunConfig, policy: Architecture, free: int | None, turns: bool) -> Iterator[tuple[str, list[Held]]]:
