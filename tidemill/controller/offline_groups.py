@@ -21,6 +21,7 @@ import numpy as np
 from tidemill.algorithms.token_rows import POLICY
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Algorithm, Trainer
+from tidemill.core.task_places import named
 from tidemill.core.types import Array, Finish, Group, Metrics, Sample, Score, Task, Trajectory
 from tidemill.models.chat_template import Message, Messages, Turn, as_messages, is_message, text_of
 from tidemill.models.conversations import conversation, too_long, unknown_token
@@ -180,4 +181,4 @@ def _trajectory(tokenizer: Tokenizer, turns: Sequence[Turn], score: float, sampl
 
 
 def _named(task: Task) -> str:
-    return f"task {task.id} ({str(task.prompt)!r:.40})"
+    return f"{named(task.id)} ({str(task.prompt)!r:.40})"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tidemill.core.errors import ConfigError
+from tidemill.core.task_places import remember
 from tidemill.core.types import Task
 from tidemill.core.user_code import raised
 from tidemill.envs.tasks import split_by_hash, task_of, told_apart
@@ -67,11 +68,15 @@ def _tasks(rows: Any, what: str, name: str) -> list[Task]:
         raise ConfigError(
             f"environment {name!r}: tasks are a {type(rows).__name__}: expected a list of tasks or rows, or a Dataset"
         )
-    found = []
+    found, places = list[Task](), list[tuple[str, str]]()
     for number, row in enumerate(rows):
         if not isinstance(row, Task | Mapping):
             raise ConfigError(f"environment {name!r}: {what} {number} is a {type(row).__name__}: expected a Task or a row")
-        found.append(row if isinstance(row, Task) else task_of(row, f"environment {name!r}: {what} {number}"))
+        where = f"environment {name!r}: {what} {number}"
+        found.append(row if isinstance(row, Task) else task_of(row, where))
+        if not isinstance(row, Task):  # whose id is the user's own
+            places.append((where, found[-1].id))
+    remember((name, what), lambda: places)
     return told_apart(found)
 
 

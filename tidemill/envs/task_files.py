@@ -10,6 +10,7 @@ from typing import Any
 from tidemill.core.errors import ConfigError, UnsupportedModel
 from tidemill.core.hub import shown
 from tidemill.core.import_object import load_object
+from tidemill.core.task_places import remember
 from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.code_checks.code_settings import check_rows
 from tidemill.envs.environment import SingleTurn
@@ -76,20 +77,26 @@ def row_splits(settings: RowsSettings) -> dict[str, list[Task]]:
 
 
 def _read(settings: RowsSettings, data: str) -> list[Task]:
+    tasks = [task for _, task in _located(settings, data)]
+    if not tasks:
+        raise ConfigError(f"{data!r} is empty: expected at least one row")
+    remember(data, lambda: ((where, task.id) for where, task in _located(settings, data)))
+    return told_apart(tasks)
+
+
+def _located(settings: RowsSettings, data: str) -> Iterator[tuple[str, Task]]:
+    """Iterate over (place, task). Raises ConfigError for what cannot be read."""
     if (file := _json_lines_of(settings, data)) is not None:
         found = json_lines(file.expanduser(), f"data file {str(file)!r}")
     else:
         found = _dataset(settings, data)
-    tasks, answer = [], settings.answer_column
+    answer = settings.answer_column
     for where, row in found:
         if answer != "answer":
             if answer not in row:
                 raise ConfigError(f"{where} has no column {answer!r}: its columns are {', '.join(row)}; set answer_column")
             row = {**row, "answer": row[answer]}
-        tasks.append(task_of(row, where, prompt_column=settings.prompt_column, template=settings.template))
-    if not tasks:
-        raise ConfigError(f"{data!r} is empty: expected at least one row")
-    return told_apart(tasks)
+        yield where, task_of(row, where, prompt_column=settings.prompt_column, template=settings.template)
 
 
 def _json_lines_of(settings: RowsSettings, data: str) -> Path | None:

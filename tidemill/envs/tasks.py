@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 from tidemill.core import serialization
 from tidemill.core.errors import ConfigError
 from tidemill.core.seeding import derive_seed
+from tidemill.core.task_places import numbered
 from tidemill.core.types import Task
 from tidemill.models.chat_template import is_message
 
@@ -112,7 +113,7 @@ def told_apart(tasks: Sequence[Task]) -> list[Task]:
     found, seen = [], Counter[str]()
     for task in tasks:
         seen[task.id] += 1
-        found.append(task if seen[task.id] == 1 else replace(task, id=f"{task.id}-{seen[task.id]}"))
+        found.append(task if seen[task.id] == 1 else replace(task, id=numbered(task.id, seen[task.id])))
     return found
 
 

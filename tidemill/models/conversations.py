@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tidemill.core.errors import ConfigError
+from tidemill.core.task_places import named
 from tidemill.core.types import Array, Task
 from tidemill.models.chat_template import Messages, Tools, Turn, as_messages, assistant, end_of_turn, half_character, render
 from tidemill.models.reply_spans import Rendering, reply_spans
@@ -87,11 +88,11 @@ def check_prompts(tasks: Sequence[Task], tokenizer: Tokenizer, context: int, voc
         try:
             tokens = prompt_tokens(tokenizer, task.prompt)
         except ValueError as error:
-            raise ConfigError(f"the prompt of task {task.id}: {error}") from None
+            raise ConfigError(f"the prompt of {named(task.id)}: {error}") from None
         if len(tokens) >= context:
-            raise ConfigError(too_long(len(tokens), context, f"the prompt of task {task.id}"))
+            raise ConfigError(too_long(len(tokens), context, f"the prompt of {named(task.id)}"))
         if vocab is not None and (unknown := unknown_token(tokens, tokenizer, vocab)):
-            raise ConfigError(f"the prompt of task {task.id} {unknown}")
+            raise ConfigError(f"the prompt of {named(task.id)} {unknown}")
         longest = max(longest, len(tokens))
     return longest
 

@@ -20,6 +20,7 @@ from tidemill.controller.engine_pool import PoolPublisher
 from tidemill.controller.evaluation import Evaluator, Unscored
 from tidemill.core.errors import ConfigError, RunFailed
 from tidemill.core.interfaces import Trainer
+from tidemill.core.task_places import named
 from tidemill.core.types import Array, LossSpec, Sample, Task, Version
 from tidemill.envs.curriculum import task_order
 from tidemill.models.chat_template import Messages, Turn, as_messages, is_message
@@ -183,7 +184,7 @@ def _row(task: Task, tokenizer: Tokenizer) -> Row:
     answer = task.data.get("answer")
     if not isinstance(answer, str):
         raise ConfigError(
-            f"warm-up needs a text `answer` in each task; task {task.id} has {answer!r}: set warmup.accuracy = 0"
+            f"warm-up needs a text `answer` in each task; {named(task.id)} has {answer!r}: set warmup.accuracy = 0"
         )
     return conversation(tokenizer, [(as_messages(task.prompt), answer)])
 
@@ -193,7 +194,8 @@ def _demonstrated(task: Task, tokenizer: Tokenizer) -> Row:
     messages: Any = task.data["demonstration"]
     readable = isinstance(messages, list) and messages and all(map(is_message, messages))
     if not readable or messages[-1]["role"] != "assistant":
-        raise ConfigError(f"task {task.id}: expected as its demonstration a list of messages that ends with the assistant's")
+        expected = "a list of messages that ends with the assistant's"
+        raise ConfigError(f"{named(task.id)}: expected as its demonstration {expected}")
     turns, heard = list[Turn](), as_messages(task.prompt)
     for message in messages:
         if message["role"] == "assistant":
@@ -209,4 +211,4 @@ def check_answers(tasks: Sequence[Task], tokenizer: Tokenizer, vocab: int) -> No
     for task in tasks:
         tokens, _ = _row(task, tokenizer)
         if unknown := unknown_token(tokens, tokenizer, vocab):
-            raise ConfigError(f"the answer of task {task.id} {unknown}")
+            raise ConfigError(f"the answer of {named(task.id)} {unknown}")

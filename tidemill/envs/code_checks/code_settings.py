@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tidemill.core.errors import ConfigError
+from tidemill.core.task_places import named
 from tidemill.core.types import Task
 from tidemill.sandbox.sandbox_pool import Sandbox
 from tidemill.sandbox.sandbox_settings import SandboxSettings
@@ -72,12 +73,13 @@ def check_rows(tasks: Iterable[Task]) -> None:
     for task in tasks:
         tests, cases = task.data.get("tests"), task.data.get("cases")
         if tests is None and cases is None:
-            raise ConfigError(f"reward 'code': task {task.id} has neither `tests` nor `cases`")
+            raise ConfigError(f"reward 'code': {named(task.id)} has neither `tests` nor `cases`")
         if tests is not None and not (tests_of(tests) and all(isinstance(each, str) for each in tests_of(tests))):
-            raise ConfigError(f"reward 'code': tests of task {task.id} are {tests!r:.60}: expected a text or a list of them")
+            what = f"tests of {named(task.id)} are {tests!r:.60}"
+            raise ConfigError(f"reward 'code': {what}: expected a text or a list of them")
         if cases is not None and not (isinstance(cases, list) and cases and all(map(_is_case, cases))):
             raise ConfigError(
-                f"reward 'code': cases of task {task.id} are {cases!r:.80}: expected a list of tables with the texts "
+                f"reward 'code': cases of {named(task.id)} are {cases!r:.80}: expected a list of tables with the texts "
                 "stdin and stdout"
             )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Gold
+from tidemill.core.task_places import named
 from tidemill.core.types import Task, Unscorable
 from tidemill.core.user_code import raised
 from tidemill.envs.rewards.boxes import boxed
@@ -56,9 +57,10 @@ def told_by(teller: Teller, task: Task) -> Gold:
         every = any(p.kind is p.VAR_KEYWORD for p in parameters)
         reply = teller(**{k: v for k, v in values.items() if every or k in {p.name for p in parameters}})
     except Exception as error:  # the user's code may raise anything
-        raise ConfigError(f"gold() of task {task.id} raised {raised(error)}") from error
+        raise ConfigError(f"gold() of {named(task.id)} raised {raised(error)}") from error
     if reply is None:
         return Unscorable("gold() knows none")
     if isinstance(reply, str | Unscorable) or (isinstance(reply, list) and reply and all(isinstance(r, str) for r in reply)):
         return reply
-    raise ConfigError(f"gold() of task {task.id} gave {reply!r:.60}: expected a text, a list of texts (one a turn), or None")
+    gave = f"gold() of {named(task.id)} gave {reply!r:.60}"
+    raise ConfigError(f"{gave}: expected a text, a list of texts (one a turn), or None")

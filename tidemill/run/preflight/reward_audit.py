@@ -25,6 +25,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Checkable, Environment, Gold, Sampler
 from tidemill.core.outcomes import SOLVED, clip
 from tidemill.core.seeding import derive_seed
+from tidemill.core.task_places import named
 from tidemill.core.types import (
     Completion,
     Finish,
@@ -282,7 +283,7 @@ def _verdict(kind: str, tried: Sequence[Tried], chance: float) -> tuple[Verdict,
         bad, said, verdict = passed, "earn the full score", "passes"
     example, value = bad[0]
     return verdict, (
-        f"{len(bad)} of {_named(kind, len(scored))} {said}, such as {example.reply!r} to task {example.task.id}: {value:g}"
+        f"{len(bad)} of {_named(kind, len(scored))} {said}, such as {example.reply!r} to {named(example.task.id)}: {value:g}"
     )
 
 
