@@ -13,7 +13,7 @@ from one_attempt import Attempt, Playing, attempt, gone, happens, leaves_nothing
 
 from tidemill.core.types import Score, Task, Unscorable
 from tidemill.envs.agent_environment import AgentEnvironment
-from tidemill.envs.agent_player import NO_SCORE, AgentPlayer, ProgramPerEpisode, ProgramPerRun, play_task
+from tidemill.envs.agent_player import NO_SCORE, PLAYERS, AgentPlayer, ProgramPerEpisode, ProgramPerRun, play_task
 from tidemill.envs.agent_process import AgentProcess
 from tidemill.envs.agent_workers import AgentWorkers
 from tidemill.envs.environment_settings import AgentSettings, EnvironmentWorkers
@@ -89,6 +89,32 @@ async def test_a_slow_agent(stage: Stage) -> None:
         found = await stage.play("slow", late=lambda: bool(stage.pid))
     assert found.outcome == Unscorable("the agent took longer than 1e+06 s")
     assert found.counts == ASKED | {"agent/late": 1} and gone(stage.pid)
+
+
+@pytest.mark.parametrize("lifetime", ["episode", "run"])
+async def test_a_late_agent_is_told_of_with_its_last_words(stage: Stage, lifetime: str) -> None:
+    command = [*COMMAND, *(["--all"] if lifetime == "run" else [])]
+    player = PLAYERS[lifetime](command, AT_THE_EVENT, False)
+    with leaves_nothing():
+        try:
+            found = await stage.play("complaining", player, late=lambda: bool(stage.pid))
+        finally:
+            await player.close()
+    said = "the agent took longer than 1e+06 s; its last words: the database does not answer"
+    assert found.outcome == Unscorable(said)
+
+
+async def test_the_last_words_are_those_of_the_episode() -> None:
+    process = AgentProcess(lambda line: None, None)
+    assert process.last_words() == ""
+    process.pipe_data_received(2, b"of another\n")
+    before = process.complained
+    assert process.last_words(before) == ""
+    process.pipe_data_received(2, b"of this one\n")
+    assert process.last_words(before) == "; its last words: of this one"
+    assert process.last_words() == "; its last words: of another / of this one"
+    process.pipe_data_received(2, b"x" * 10_000)
+    assert len(process.last_words(before)) < 400
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ class ProgramPerEpisode:
             if process is not None:
                 how = await process.close()
         if late:
-            return _late(self._limit_s)
+            return _late(self._limit_s, process.last_words() if process is not None else "")
         if how:
             return _failed(how)
         if self._judged:
@@ -110,6 +110,7 @@ class ProgramPerRun:
     async def play(self, task: Task, model: Gateway) -> Outcome | None:
         name = secrets.token_hex(8)
         process, lines = await self._running(), self._lines
+        before = process.complained
         answer = self._open[name] = asyncio.get_running_loop().create_future()
         given = described(task, name) | {"base_url": model.url, "api_key": model.key, "model": model.model}
         given["anthropic_base_url"] = model.anthropic_url
@@ -124,7 +125,7 @@ class ProgramPerRun:
             return _failed(await self._replaced(process))
         if not model.failing.done() and self._lines == lines:  # it may be stopped, and all that follow would be late
             await process.close()
-        return _late(self._limit_s)
+        return _late(self._limit_s, process.last_words(before))
 
     async def close(self) -> None:
         if self._process is not None:
@@ -178,9 +179,9 @@ def outcome_of_verdict(message: dict[str, Any]) -> Outcome:
     return outcome_of(Score(outcome.value, parts), "the agent") if isinstance(outcome, Score) and parts else outcome
 
 
-def _late(limit_s: float) -> Unscorable:
+def _late(limit_s: float, last_words: str) -> Unscorable:
     counted("agent/late")
-    return Unscorable(f"the agent took longer than {limit_s:g} s")
+    return Unscorable(f"the agent took longer than {limit_s:g} s{last_words}")
 
 
 def _failed(how: str) -> Unscorable:

@@ -34,6 +34,7 @@ class AgentProcess(asyncio.SubprocessProtocol):
     def __init__(self, hear: Callable[[bytes], None], most: int | None) -> None:
         self._hear, self._most, self._printed = hear, most, 0
         self._begun, self._errors, self._flood = b"", b"", ""  # the line that is not complete; the tail of its errors
+        self.complained = 0  # bytes of errors that it has printed
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when it has ended
         self._report = -1
 
@@ -79,7 +80,7 @@ class AgentProcess(asyncio.SubprocessProtocol):
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
-            self._errors = (self._errors + data)[-TAIL:]
+            self._errors, self.complained = (self._errors + data)[-TAIL:], self.complained + len(data)
             return
         *lines, self._begun = (self._begun + data).split(b"\n")
         self._printed += len(data)
@@ -120,10 +121,18 @@ class AgentProcess(asyncio.SubprocessProtocol):
             self._report = -1
         if self._flood or code == 0:
             return self._flood
-        lines = self._errors.decode(errors="replace").strip().splitlines()
-        words = [line for line in lines if line.strip(" ^~")]  # without the marks under a line of Python
         how = describe(code) if code is not None else "it does not end"
-        return f"ended with {how}" + (f"; its last words: {clip(' / '.join(words[-3:]))}" if words else "")
+        return f"ended with {how}{self.last_words()}"
+
+    def last_words(self, since: int = 0) -> str:
+        """The last lines of its errors, for the end of a sentence; "" where there are none.
+
+        since: what `complained` was before those that matter.
+        """
+        fresh = self.complained - since
+        lines = self._errors[-fresh:].decode(errors="replace").strip().splitlines() if fresh else []
+        words = [line for line in lines if line.strip(" ^~")]  # without the marks under a line of Python
+        return f"; its last words: {clip(' / '.join(words[-3:]))}" if words else ""
 
     def _stop(self, why: str) -> None:
         self._flood, self._begun = self._flood or why, b""
