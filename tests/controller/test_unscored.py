@@ -15,7 +15,7 @@ from test_rollout import FakeEngine, FakeEnvironment, pool_of
 from tidemill.controller.evaluation import SCOUTS, Evaluator, Unscored
 from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.errors import RunFailed
-from tidemill.core.types import Finish, Group, InfraError, SamplingParams, Score, Task, Trajectory, Unscorable
+from tidemill.core.types import UNANSWERED, Finish, Group, InfraError, SamplingParams, Score, Task, Trajectory, Unscorable
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.run.sft_warmup import MOST_TOLD, failures_noted
 
@@ -88,13 +88,16 @@ def test_what_cannot_be_scored_before_the_policy_said_anything_is_a_mistake():
         accuracy(Rounds([mute, mute, mute, ended(LATE)]))
     assert accuracy(Rounds([mute, mute, mute, ended(NONE)])) == 0.0, "this one may have failed because of its reply"
     assert accuracy(Rounds([mute, mute, mute, ended(Score(0.0))])) == 0.0
+    waits = attempt(2, 0, Unscorable("the agent took longer than 5 s"))
+    waits.info[UNANSWERED] = 1.0
+    assert accuracy(Rounds([waits] * 3)) == 0.0, "the policy may be one that does not end its replies"
     with pytest.raises(RunFailed):
         accuracy(unjudged := Rounds([ended(NONE)] * 3, [mute] * 3))
         accuracy(unjudged)
 
 
 def evaluator_of(
-    run: Callable[[Task, Any], Awaitable[Any]], first: str = WHERE
+    run: Callable[[Task, Any], Awaitable[Any]], first: str = WHERE, engine: FakeEngine | None = None
 ) -> tuple[Evaluator, list[Task], Callable[[], int]]:
     """An evaluator of 500 tasks, and the number of its attempts so far."""
     begun = list[str]()
@@ -106,7 +109,7 @@ def evaluator_of(
     tokenizer = character_tokenizer("ab")
     episodes = EpisodeSetup(FakeEnvironment(counted), tokenizer, SamplingParams(), 64, 5.0, 8)
     return (
-        Evaluator(pool_of(FakeEngine()), episodes, 7, first=first),
+        Evaluator(pool_of(engine or FakeEngine()), episodes, 7, first=first),
         [Task(f"{i}", "ab") for i in range(500)],
         lambda: len(begun),
     )
@@ -130,6 +133,21 @@ async def test_the_first_attempts_end_an_evaluation_that_nothing_can_come_of():
     assert begun() < len(tasks)
     evaluator, tasks, begun = evaluator_of(broken, first="")
     assert (await evaluator(tasks))["unscorable"] == begun() == len(tasks), "it has judged something before"
+
+
+async def test_a_reply_that_does_not_come_may_be_the_policys_doing():
+    class Rambling(FakeEngine):
+        async def generate(self, request: Any) -> Any:
+            await asyncio.Event().wait()
+
+    async def late(task: Task, chat: Any) -> Any:
+        asking = asyncio.ensure_future(chat.reply(task.prompt))
+        await asyncio.sleep(0)
+        asking.cancel()
+        return Unscorable("the agent is late")
+
+    evaluator, tasks, begun = evaluator_of(late, engine=Rambling())
+    assert (await evaluator(tasks))["unscorable"] == begun() == len(tasks)
 
 
 async def test_attempts_that_fail_at_the_beginning_of_a_file_do_not_end_an_evaluation():

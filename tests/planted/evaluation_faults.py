@@ -27,14 +27,20 @@ EVALUATION_FAULTS = [
     ),
     Fault(
         "an attempt that its reply kept from a score is taken for a mistake",
-        "        return not any(row.sampled for row in rows)\n",
-        "        return True\n",
+        "        return not any(row.sampled for row in rows) and",
+        "        return True and",
+        UNSCORED,
+    ),
+    Fault(
+        "an attempt that waits for its reply is taken for a mistake",
+        " and not rows[-1].info.get(UNANSWERED)",
+        "",
         UNSCORED,
     ),
     Fault(
         "an attempt without a score and without a reply is taken for the policy's doing",
-        "        return not any(row.sampled for row in rows)\n",
-        "        return False\n",
+        "        return not any(row.sampled for row in rows) and",
+        "        return False and",
         UNSCORED,
     ),
     Fault(

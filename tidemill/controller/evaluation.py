@@ -21,7 +21,18 @@ from tidemill.controller.rollout import EpisodeSetup, all_of, greedy
 from tidemill.core.errors import PolicyMismatch, RunFailed
 from tidemill.core.outcomes import SOLVED, parts_of
 from tidemill.core.seeding import derive_seed
-from tidemill.core.types import TRUNCATED, Group, InfraError, Metrics, Score, Task, Trajectory, Unscorable, Version
+from tidemill.core.types import (
+    TRUNCATED,
+    UNANSWERED,
+    Group,
+    InfraError,
+    Metrics,
+    Score,
+    Task,
+    Trajectory,
+    Unscorable,
+    Version,
+)
 
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 MOST_PARTS = 32  # parts of a reward that are reported, at most
@@ -71,14 +82,14 @@ class Unscored:
 
 
 def _is_no_doing_of_the_policy(rows: Sequence[Trajectory]) -> bool:
-    """True for an infrastructure error of an attempt that no limit cut off, and where the policy had said nothing yet.
+    """True for an infrastructure error of an attempt that no limit cut off, and where the policy was not asked yet.
 
     So it is with a program that ends at its start. One that fails after a reply may do so because of that reply, and a
-    reward may return None for the same cause.
+    reward may return None for the same cause. One that is late while it waits may have a policy that does not end its reply.
     """
     outcome = rows[-1].outcome
     if isinstance(outcome, Unscorable):
-        return not any(row.sampled for row in rows)
+        return not any(row.sampled for row in rows) and not rows[-1].info.get(UNANSWERED)
     return isinstance(outcome, InfraError) and rows[-1].finish not in TRUNCATED
 
 

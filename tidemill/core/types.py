@@ -37,6 +37,7 @@ class Finish(StrEnum):
 
 TRUNCATED = frozenset({Finish.LENGTH, Finish.CONTEXT})
 CUT_AT, OWN_LIMIT = "cut_at", "own_limit"  # in `Trajectory.info`: tokens that the last reply, cut off, might have, and whose
+UNANSWERED = "unanswered"  # in `Trajectory.info`: replies that were asked for and did not come, if there are any
 GREEDY = -1  # the sample number of an attempt without noise, which others are compared with
 
 

@@ -30,6 +30,7 @@ from tidemill.core.token_extras import TokenExtra, TokenExtras, joined, taken
 from tidemill.core.types import (
     CUT_AT,
     OWN_LIMIT,
+    UNANSWERED,
     Completion,
     Finish,
     GenerateRequest,
@@ -182,7 +183,8 @@ class EpisodeChat(AgentChat):
         rows = [self._row(part) for part in parts]
         end = rows[-1]
         end.finish, end.outcome = finish or self._finish(outcome), outcome
-        end.info |= self._cut | {name: float(count) for name, count in self._tree.figures.items() if count}
+        counts = {**self._tree.figures, UNANSWERED: self._begun - self.turns}
+        end.info |= self._cut | {name: float(count) for name, count in counts.items() if count}
         for row in rows:
             check_row(row)
         return rows
