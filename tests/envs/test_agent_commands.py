@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from gateway.recording_chat import RecordingChat, said
 
 from tidemill.core.config import build
+from tidemill.core.episode_counts import counting
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import InfraError, Outcome, Score, Task, Unscorable
 from tidemill.envs import agent_player, agent_process
@@ -109,6 +111,19 @@ async def test_an_agent_whose_calls_are_refused_is_told_why() -> None:
     assert isinstance(outcome, InfraError)
     said = "the agent ended without a reply of the policy: 1 refused call, the latest with: 400 "
     assert outcome.reason.startswith(said) and len(outcome.reason) > len(said)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_why_calls_are_refused_is_told_of_an_agent_that_goes_on(rows: str, workers: int) -> None:
+    counts, why = Counter[str](), list[str]()
+    made = make_environment(settings(rows), RewardPool(workers=0))
+    environment = in_workers(made, EnvironmentWorkers(workers=workers, limit_s=60.0), lambda reason: 0.0, pytest.fail)
+    try:
+        with counting(counts.update, why.append):
+            await environment.run(task("refused"), RecordingChat())
+    finally:
+        await environment.close()
+    assert counts["gateway/refused"] == len(why) == 1 and why[0].startswith("400 ")
 
 
 async def test_few_programs_start_at_a_time_and_many_play(monkeypatch: pytest.MonkeyPatch) -> None:

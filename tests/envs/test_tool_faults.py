@@ -88,14 +88,15 @@ async def by_tools(task: Task, chat: Chat) -> Any:
 
 
 def test_a_worker_counts_nothing_else() -> None:
-    told: list[str] = []
-    with counting(told.extend):
+    told, why = list[str](), list[str]()
+    with counting(told.extend, why.append):
         replies = EpisodeReplies(None)
     call: Any = SimpleNamespace(id=7)
     replies.hear(call, wire.EpisodeCounted(["tools/calls", "tools/late"]))
     with pytest.raises(CodecError, match="episode 7 counted what nobody counts"):
         replies.hear(call, wire.EpisodeCounted(["tools/calls", "tokens"]))
-    assert told == ["tools/calls", "tools/late"]
+    replies.hear(call, wire.EpisodeCounted([], "400 " + "x" * 9000))
+    assert told == ["tools/calls", "tools/late"] and len(why) == 1 and len(why[0]) < 400
 
 
 async def test_a_slow_tool() -> None:

@@ -109,7 +109,7 @@ class Evaluator:
         tell: called after each evaluation. first: the tasks' name, if nothing has been judged yet: an evaluation raises
         RunFailed then, until one has judged something.
         """
-        self._pool, self._episodes, self._seed = pool, replace(greedy(episodes), times=None), seed
+        self._pool, self._episodes, self._seed = pool, replace(greedy(episodes), times=None, refused=None), seed
         self._tell, self._first = tell, first
         self._runs = itertools.count()
 

@@ -61,6 +61,7 @@ class EpisodeSetup:
     paused_s: Callable[[], float] = lambda: 0.0  # seconds so far in which engines slept; episodes are not charged for them
     policies: Mapping[str, str] = field(default_factory=dict[str, str])  # by environment; "": of every other one
     frozen: Mapping[str, Version] = field(default_factory=dict[str, Version])  # that environments may ask, by policy
+    refused: Callable[[str], None] | None = None  # told why a call of an agent was refused
     times: EpisodeTimes | None = None  # where episodes and their turns are noted
 
     def within(self, context: int) -> EpisodeSetup:
@@ -76,7 +77,7 @@ class EpisodeSetup:
         What its parts counted, see `core.episode_counts`, stands in the last row's `info`.
         """
         counts, times = Counter[str](), self.times or EpisodeTimes()
-        with counting(counts.update), times.episode(engine) as timed:
+        with counting(counts.update, self.refused), times.episode(engine) as timed:
             rows = await self._played(task, timed, key, seeds, sample)
         rows[-1].info |= {name: float(count) for name, count in counts.items()}
         return rows

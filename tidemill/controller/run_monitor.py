@@ -123,6 +123,7 @@ class Totals:
     cut: Counter[Limit] = field(default_factory=Counter)  # attempts, by the limit that ended their last reply
     reasons: Counter[str] = field(default_factory=Counter)  # reasons for a missing score, the first MOST_REASONS of them
     counts: Counter[str] = field(default_factory=Counter)  # of tools, gateways, ...: see `core.episode_counts`
+    refusals: Counter[str] = field(default_factory=Counter)  # why calls of agents were refused, the first MOST_REASONS
     pauses: int = 0  # of admission, by the breaker
     paused_s: float = 0.0
     paused_for: str = ""  # why judging failed, the latest time
@@ -193,6 +194,11 @@ class Monitor:
                     self._display.note(f"an attempt has no score and is not trained on ({kind}): {outcome.reason}")
                 if outcome.reason in self.totals.reasons or len(self.totals.reasons) < MOST_REASONS:
                     self.totals.reasons[outcome.reason] += 1
+
+    def refused(self, why: str) -> None:
+        """Keep why a call of an agent was refused."""
+        if why in self.totals.refusals or len(self.totals.refusals) < MOST_REASONS:
+            self.totals.refusals[why] += 1
 
     def judging(self, change: Change) -> None:
         """Record and show that admission pauses because judging fails, or resumes."""

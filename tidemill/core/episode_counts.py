@@ -27,22 +27,32 @@ NAMES = frozenset(f"{part}/{kind}" for part, kinds in COUNTED.items() for kind i
 Recorder = Callable[[Sequence[str]], None]
 """Adds 1 to the count of each of these names."""
 
+Listener = Callable[[str], None]
+"""Takes the reason of a call that was refused: the status and the sentence that the agent was told."""
+
+_listener: ContextVar[Listener | None] = ContextVar("_listener", default=None)
 _recorder: ContextVar[Recorder | None] = ContextVar("_recorder", default=None)
 
 
 @contextmanager
-def counting(recorder: Recorder) -> Iterator[None]:
-    """Have what is counted within the block, and in tasks that it starts, come to `recorder`."""
-    token = _recorder.set(recorder)
+def counting(recorder: Recorder, refused: Listener | None = None) -> Iterator[None]:
+    """Have what is counted within the block, and in tasks that it starts, come to `recorder`, and refusals to `refused`."""
+    token, other = _recorder.set(recorder), _listener.set(refused)
     try:
         yield
     finally:
         _recorder.reset(token)
+        _listener.reset(other)
 
 
 def recorder_here() -> Recorder:
     """The recorder of the present episode, for code that will run in the tasks of others; else one that drops all."""
     return _recorder.get() or _dropped  # bounded: a context variable
+
+
+def listener_here() -> Listener:
+    """The listener of the present episode, as of `recorder_here`."""
+    return _listener.get() or _unheard  # bounded: a context variable
 
 
 def counted(*names: str) -> None:
@@ -56,17 +66,25 @@ def counts_in(info: Mapping[str, float]) -> dict[str, int]:
     return {name: int(info[name]) for name in _ORDER if info.get(name)}
 
 
-def worded_counts(counts: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Counts in words, one text for each part that has any: ("tools", "12 calls, 1 late")."""
+def worded_counts(counts: Mapping[str, int], refused: str = "") -> list[tuple[str, str]]:
+    """Counts in words, one text for each part that has any: ("tools", "12 calls, 1 late").
+
+    refused: why calls of the gateway were refused, the commonest reason.
+    """
     found = [
         (part, ", ".join(_worded(counts[name], kind) for kind in kinds if counts.get(name := f"{part}/{kind}")))
         for part, kinds in COUNTED.items()
     ]
-    return [(part, said) for part, said in found if said]
+    why = f", the commonest reason: {refused}" if refused else ""
+    return [(part, said + (why if part == "gateway" else "")) for part, said in found if said]
 
 
 def _worded(count: int, kind: str) -> str:
     return amount(count, _NOUNS[kind]) if kind in _NOUNS else f"{count:,} {kind}"
+
+
+def _unheard(why: str) -> None:
+    return None
 
 
 def _dropped(names: Sequence[str]) -> None:

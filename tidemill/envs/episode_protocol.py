@@ -69,9 +69,10 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
 
 
 class EpisodeCounted(msgspec.Struct, frozen=True, tag=True):
-    """Names of `core.episode_counts`, each of which counts one more in this episode."""
+    """Names of `core.episode_counts`, each of which counts one more in this episode. refused: why a call was refused."""
 
     names: list[str]
+    refused: str = ""
 
 
 class EpisodeEnded(msgspec.Struct, frozen=True, tag=True):

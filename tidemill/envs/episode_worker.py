@@ -140,7 +140,7 @@ class EpisodeHandler:
         chat = RemoteChat(channel)
         fault_injection.reach(ROLE, "episode", channel.id)
         try:
-            with counting(_told(channel)):
+            with counting(_told(channel), lambda why: channel.tell(wire.EpisodeCounted([], why))):
                 outcome = await self._environment.run(request.task, chat)
         except EpisodeOver as over:
             return wire.EpisodeEnded(None, over.finish, str(over))

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.core.chat_interface import Chat
-from tidemill.core.episode_counts import NAMES, recorder_here
+from tidemill.core.episode_counts import NAMES, listener_here, recorder_here
 from tidemill.core.errors import CodecError, EnvironmentLost, EpisodeOver, NotImportable, NoWorkers
 from tidemill.core.interfaces import Environment, Gold
 from tidemill.core.notebook_source.module_writer import reference_for
+from tidemill.core.outcomes import clip
 from tidemill.core.types import Outcome, Task, Trajectory
 from tidemill.envs import episode_protocol as wire
 from tidemill.envs.agent_environment import AgentEnvironment
@@ -35,7 +36,8 @@ class EpisodeReplies:
     """The replies to one episode in a worker; `chat` is None for a judgement, which gets none."""
 
     def __init__(self, chat: Chat | None) -> None:
-        self._chat, self._turn, self._record = chat, 0, recorder_here()
+        self._chat, self._turn = chat, 0
+        self._record, self._refused = recorder_here(), listener_here()
         self._open: dict[int, asyncio.Task[None]] = {}  # by turn
 
     def hear(self, call: OpenCall, note: wire.EpisodeNote) -> None:
@@ -43,6 +45,8 @@ class EpisodeReplies:
             if not NAMES.issuperset(note.names):
                 raise CodecError(f"episode {call.id} counted what nobody counts")
             self._record(note.names)
+            if note.refused:
+                self._refused(clip(note.refused))
             return
         if isinstance(note, wire.Withdraw):
             if (withdrawn := self._open.get(note.turn)) is not None:

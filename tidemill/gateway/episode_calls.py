@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from tidemill.core.chat_interface import Chat
-from tidemill.core.episode_counts import recorder_here
+from tidemill.core.episode_counts import listener_here, recorder_here
 from tidemill.core.errors import ApiError, ContextFull, EpisodeOver
+from tidemill.core.outcomes import clip
 from tidemill.core.reply import Reply
 from tidemill.gateway.dialects import Messages, ModelCall
 from tidemill.gateway.stored_responses import StoredResponses
@@ -58,6 +59,7 @@ class EpisodeCalls:
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._stored = StoredResponses()
         self._record = recorder_here()  # requests come in tasks of the server, which are of no episode
+        self._heard = listener_here()
         self.over = ""  # why there are no further replies
         self.refused = ""  # status and message of the latest refusal
         self.counts: dict[str, int] = dict.fromkeys(("calls", "retries", "abandoned", "refused", "faults", "tokens"), 0)
@@ -122,6 +124,7 @@ class EpisodeCalls:
         self._count("refused")
         told = _refusal(error)
         self.refused = f"{told.status} {told}"
+        self._heard(clip(self.refused))
         return told
 
     def _known(self, key: tuple[str, str], again: bool) -> GatewayCall | None:

@@ -75,7 +75,7 @@ async def build_controller(session: Session, cluster: Cluster) -> Controller:
     checkpoints = _checkpoints(session)
     context = min(pool.context for pool in cluster.pools.values())  # shorter if a KV cache is small
     slept, made = cluster.pool.slept_s, make_episodes(config, session.environment, session.model, session.frozen)
-    noted = {"paused_s": slept, "times": session.monitor.engines.times}
+    noted = {"paused_s": slept, "times": session.monitor.engines.times, "refused": session.monitor.refused}
     episodes = replace(made, context=context, extras=session.extras, **noted)
     roller, held_out = _roller(session, cluster, episodes, algorithm)
     publisher = PoolPublisher(

@@ -178,7 +178,8 @@ def _engines(totals: Totals) -> list[Metrics]:
 
 def attempts(totals: Totals) -> dict[str, Any]:
     """This process's attempts so far: how they were judged, and what their tools, gateways and agents counted."""
-    return {"judging": judging(totals), "counts": counts_in(totals.counts)}
+    refused = next((why for why, _ in totals.refusals.most_common(1)), "")
+    return {"judging": judging(totals), "counts": counts_in(totals.counts), "refused": refused}
 
 
 def judging(totals: Totals) -> dict[str, Any]:

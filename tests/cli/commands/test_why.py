@@ -62,11 +62,13 @@ def test_attempts_and_what_their_parts_counted_are_told(tidemill, waiting: Path)
     status = read_json(waiting / STATUS)
     reasons = {"the agent took longer than 2 s": 3, "the \x1b[31msandbox is gone": 1}
     status["judging"] = {"scored": 1200, "unscorable": 3, "infra_errors": 1, "reasons": reasons}
-    status["counts"] = {"tools/calls": 5000, "tools/late": 2, "agent/late": 3, "workers/lost": 1}
+    status["counts"] = {"tools/calls": 5000, "tools/late": 2, "agent/late": 3, "workers/lost": 1, "gateway/refused": 2}
+    status["refused"] = "400 messages: \x1b expected a text"
     (waiting / STATUS).write_text(json.dumps(status))
     said = tidemill("why", unfinished(waiting)).out
     assert "attempts   1,200 scored, 3 unscorable, 1 infra error" in said.replace("attempts       ", "attempts   ")
     assert "the agent took longer than 2 s × 3" in said and "the ␛[31msandbox is gone\n" in said
+    assert "2 refused, the commonest reason: 400 messages: ␛ expected a text" in said
     assert "5,000 calls, 2 late" in said and "3 late" in said and "1 lost" in said
     status["judging"] = {"scored": 0, "unscorable": 0, "infra_errors": 0, "reasons": {}}
     (waiting / STATUS).write_text(json.dumps(status))

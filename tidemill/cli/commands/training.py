@@ -13,6 +13,7 @@ from tidemill.core.amounts import amount
 from tidemill.core.episode_counts import worded_counts
 from tidemill.core.errors import PeerLost
 from tidemill.observability.console import ProgressDisplay
+from tidemill.observability.safe_text import visible
 from tidemill.observability.time_breakdown import lines
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.report import finals, unscored_of
@@ -57,7 +58,14 @@ def show_end(config: RunConfig, recipe: Path, ended: RunEnded, newcomer: bool) -
     screen.print()
     for rows, style in (
         (_time(report), "dim"),
-        ([("ledger", _ledger(report)), *_judged(report), *worded_counts(report.get("counts", {}))], ""),
+        (
+            [
+                ("ledger", _ledger(report)),
+                *_judged(report),
+                *worded_counts(report.get("counts", {}), visible(report.get("refused", ""))),
+            ],
+            "",
+        ),
         (_next(config, report, ended.complete, newcomer), ""),
     ):
         print_labelled(screen, rows, style)

@@ -77,7 +77,7 @@ def _attempts(status: dict[str, Any]) -> list[Row]:
     said = f"{judging['scored']:,} scored, {judging['unscorable']:,} unscorable, {errors}"
     reasons = [f"{visible(reason)}{_times(n)}" for reason, n in judging["reasons"].items()]
     found = [("attempts", said), *(("", each) for each in reasons)] if judging["scored"] or reasons else []  # of training
-    return [*found, *worded_counts(status.get("counts", {}))]
+    return [*found, *worded_counts(status.get("counts", {}), visible(status.get("refused", "")))]
 
 
 def _state(about: dict[str, Any]) -> str:
