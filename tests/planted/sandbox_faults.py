@@ -24,6 +24,18 @@ SANDBOX_FAULTS = [
         "sandbox/test_escapes.py::test_the_supervisor_is_closed",
     ),
     Fault(
+        "a sandboxed program of no own user is not traced",
+        '"traced": not user}',
+        '"traced": False}',
+        "sandbox/test_fork_tracer.py",
+    ),
+    Fault(
+        "a program that could not be confined is judged",
+        '"unconfined": watch.unconfined}',
+        '"unconfined": ""}',
+        "sandbox/test_fork_tracer.py",
+    ),
+    Fault(
         "a sandboxed program leaves processes behind",
         "        status, peak = end_all(settings, pid)",
         "        status, peak = os.wait4(pid, 0)[1], 0",
