@@ -14,10 +14,8 @@ import sys
 
 DEATH_SIGNAL, DUMPABLE, NO_NEW_PRIVILEGES, SECCOMP = 1, 4, 38, 22
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-CONFINED, MOST_SAID = (
-    b"confined",
-    300,
-)  # what a program's start tells the supervisor, if it does not tell why it failed; bytes
+CONFINED = b"confined"  # what a program's start tells the supervisor, if it does not tell why it failed
+MOST_SAID = 300  # bytes of that
 CHANNEL = 3  # descriptor of the connection to another sandbox
 LIBC = ctypes.CDLL(None, use_errno=True)
 
